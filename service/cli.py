@@ -1,5 +1,6 @@
 """The `distill` command. Each command is in a module of `service.commands`, which is imported when the command is used."""
 
+import functools
 import importlib
 import io
 import logging
@@ -13,7 +14,6 @@ from typing import NoReturn
 import click
 
 from service.cluster import local_ray
-from service.cluster.forks import let_sigterm_end_forks
 from service.standard_streams import CLOSED_PIPE, is_output_unread, prepare_streams
 from trainables.errors import DistillError, bounded
 from trainables.notices import notices_to
@@ -23,7 +23,7 @@ COMMANDS = {
     "bench-model": ("export:bench_model", "Latency, throughput, parameters and MACs of a model on this machine's CPU."),
     "cache": ("runs:cache", "Fill teacher.cache: the teacher's outputs for all epochs of an experiment."),
     "check-method": ("methods:check_method", "Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS."),
-    "clean": ("clean:clean", "Remove old, unused runs, caches, and leftovers of killed jobs."),
+    "clean": ("clean:clean", "Remove old runs and caches that nothing needs."),
     "compare": ("reports:compare", "Two sweeps or runs side by side."),
     "data": ("data:data", "The content of a packed set: counts, classes, sizes, shapes, pictures."),
     "doctor": ("reports:doctor", "Where a step's time goes and what to change."),
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """
     prepare_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    let_sigterm_end_forks()
+    os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
     logging.getLogger("raydistill").addFilter(redact_record)
     try:
         with notices_to(lambda line: print_error(f"note: {line}")):

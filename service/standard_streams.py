@@ -1,6 +1,5 @@
 """Standard input, output and errors as they come: closed, in any encoding, read by a program that ends early."""
 
-import codecs
 import io
 import os
 import select
@@ -8,45 +7,20 @@ import signal
 import sys
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-ASCII = {
-    "…": "...",
-    "·": "*",
-    "×": "x",
-    "÷": "/",
-    "±": "+-",
-    "−": "-",
-    "–": "-",
-    "→": "->",
-    "←": "<",
-    "≤": "<=",
-    "≥": ">=",
-    "█": "#",
-}
-"""What stands for our own characters where the terminal or the file has only ASCII, or another small set."""
 
 
 def prepare_streams() -> None:
     """Open standard streams that are closed, and let those of every encoding take all characters.
 
-    What an encoding lacks becomes ASCII; what `ASCII` has no word for, an escape such as `\\u4e2d`.
+    What an encoding lacks becomes an escape such as `\\u4e2d`.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed: the next file that is opened would be in its place
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, which is this one
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 (closed with the process)
-    codecs.register_error("raydistill", _as_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not one that a caller in this process has put there
-            # click writes UTF-8 to a stream that says it is ASCII: this superset of it has only Thai besides.
-            encoding = "tis-620" if codecs.lookup(stream.encoding).name == "ascii" else None
-            stream.reconfigure(encoding=encoding, errors="raydistill")
-
-
-def _as_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    characters = error.object[error.start : error.end]
-    texts = (ASCII.get(character) or character.encode("ascii", "backslashreplace").decode() for character in characters)
-    return "".join(texts), error.end
+            stream.reconfigure(errors="backslashreplace")
 
 
 def is_output_unread() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from service.cluster.forks import let_sigterm_end_forks
 from tests.s3 import s3, s3_server
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-let_sigterm_end_forks()
+os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
 
 
 @pytest.hookimpl(wrapper=True)

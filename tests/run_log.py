@@ -25,8 +25,8 @@ from trainables.worker.recorder import RunRecorder
 class LocalRecorder(RunRecorder):
     """The recorder of a log that this process writes itself."""
 
-    def __init__(self, root: Path, file: EventLog | None = None) -> None:
-        super().__init__(file or EventLog(root / "events.jsonl"), str(root))
+    def __init__(self, root: Path, file: EventLog | None = None, attempt: int | None = None) -> None:
+        super().__init__(file or EventLog(root / "events.jsonl"), str(root), attempt)
         object.__setattr__(self, "_pool", ThreadPoolExecutor(1))
 
     def begin_attempt(self, folder: Path) -> RunRecorder:
@@ -34,11 +34,15 @@ class LocalRecorder(RunRecorder):
 
     def send(self, kind: str, folder: Path, **fields: Any) -> Callable[[], None]:
         made = {"kind": kind, "stage": self.stage(folder), "time_ms": time.time_ns() // 1_000_000} | fields
-        written: Future[None] = self._pool.submit(lambda: self.actor.append([made]))  # type: ignore[attr-defined]
+        written: Future[None] = self._pool.submit(lambda: self.actor.append([made], self.attempt))  # type: ignore[attr-defined]
         return written.result
 
     def record(self, events: Iterable[Event]) -> None:
         self.actor.append(list(events))
+
+    def check_attempt(self, folder: Path) -> None:
+        if self.attempt is not None:
+            self.actor.check_attempt(self.stage(folder), self.attempt)
 
     def of(self, key: str) -> list[Event]:
         found: list[Event] = self.actor.of(key)
@@ -54,9 +58,11 @@ def session_of(resolved: Resolved, run_dir: RunDir, display: Display, syncing: S
     """The session of a sweep whose log this process writes, as if Ray ran."""
     begun = {"kind": "sweep", "name": "digits", "status": "running", "runs_root": str(run_dir.root.parent)}
     write_log(run_dir, begun)
-    log, fold = DriverLog(run_dir.events), read_log(run_dir).fold
+    log, found = DriverLog(run_dir.events), read_log(run_dir)
     log._recorder = LocalRecorder(run_dir.root, log._file)
-    return Session(resolved, run_dir, display, end_of_run, syncing, log, fold, fold.result(run_dir.events))
+    display.watch(run_dir.events, found.end)
+    display._readers.append(found.fold.take)
+    return Session(resolved, run_dir, display, end_of_run, syncing, log, found.fold)
 
 
 def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: Event) -> None:

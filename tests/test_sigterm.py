@@ -24,12 +24,10 @@ def test_that_waits(server):
     child.stdout.readline()
     forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     forked.start()
+    time.sleep(0.5)
     forked.terminate()
     forked.join()
     print("forked ended with", forked.exitcode, flush=True)
-    executed = subprocess.Popen(["sleep", "600"], preexec_fn=os.getpid)  # with a function between fork and exec, as Ray does
-    executed.terminate()
-    print("executed ended with", executed.wait(), flush=True)
     print("ready", flush=True)
     {wait}
 
@@ -57,7 +55,6 @@ def test_sigterm_ends_pytest_and_what_its_tests_have_started(tmp_path: Path, wai
     for process in left:
         process.kill()
     assert f"forked ended with {-signal.SIGTERM}" in before
-    assert f"executed ended with {-signal.SIGTERM}" in before
     assert "torn down" in after
     assert "went on" not in after
     assert session.returncode == pytest.ExitCode.INTERRUPTED, after

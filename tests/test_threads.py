@@ -13,7 +13,7 @@ THREADS = {
     "service/runs/stored/driver_lease.py": NOTHING,
     "service/runs/pack.py": NOTHING,
     "service/runs/recorder.py": NOTHING,
-    "service/runs/trial.py": NOTHING,
+    "service/sweeps/trial_functions.py": NOTHING,
     "service/runs/stored/segments.py": NOTHING,
     "service/runs/stored/stored_runs.py": NOTHING,
     "service/runs/stored/stored_session.py": NOTHING,

@@ -1,14 +1,18 @@
 """The table of what does not go together: rules between the keys of a configuration, and between those and a method's needs.
 
-The driver checks it when it reads an experiment, with rules of its own (`service.config.rules`); the worker when it builds a job,
-with the same messages. A row's condition gives what is broken, for the message, or nothing; the first row that is broken counts,
-so that a row may rely on those above it. A message begins with the key that it is about, and is formatted with `s`, the settings,
-and `found`, what the condition gave; that of a method with `m`, the method, and `when` too.
+The driver checks it when it reads an experiment; the worker when it builds a job, with the same messages. Most rows are pairs of
+settings that do not go together (`CLASHES`), or a setting and what methods do (`METHOD_CLASHES`): their messages are made here.
+Others have a condition, which gives what is broken or nothing, and a message, which is formatted with `s`, the settings, and
+`found`, what the condition gave; that of a method with `m`, the method, and `when` too. A message begins with the key that it is
+about. The first row that is broken counts, so that a row may rely on those above it.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple, Protocol
 
 from trainables.config import (
     DataConfig,
@@ -16,6 +20,7 @@ from trainables.config import (
     EvalConfig,
     MethodOptions,
     OptimConfig,
+    PolicyConfig,
     ScaleConfig,
     TeacherConfig,
     TeacherOfSeveralConfig,
@@ -112,12 +117,13 @@ class MethodNeeds(Protocol):
     def whole_student(self) -> str | None: ...
 
 
-Settings = TypeVar("Settings")
-Rule = tuple[Callable[[Settings], object], str]
-"""What is broken, the message."""
-MethodRule = tuple[Callable[[Settings, int], object], Callable[[MethodNeeds, Any], object], str]
+Rule = tuple[Callable[[Any], object], str]
+"""What is broken, the message. The settings are a `JobSettings`, of which an experiment has more."""
+MethodRule = tuple[Callable[[Any, int], object], Callable[[MethodNeeds, Any], object], str]
 """When the settings restrict methods, given the number of classes (0: not known), and what of a method that breaks; the message.
 A method is loaded only where its settings restrict one."""
+OF_CACHE = ("cache_top_k", "cache_epochs", "cache_feature_dtype")
+"""Keys of a teacher that belong to `teacher.cache`."""
 
 
 def replica_batch(settings: JobSettings) -> int:
@@ -138,10 +144,159 @@ def pipeline_micro_batches(settings: JobSettings) -> int:
     return scale.micro_batches or max(1, min(4 * scale.pipeline_stages, samples))
 
 
+class Setting(NamedTuple):
+    """Something that is set: its words in a message, and what to write instead."""
+
+    text: str
+    instead: str
+
+
 def _splits(settings: JobSettings) -> tuple[str, int] | None:
     """The key that splits a replica's batch into parts, and their number."""
     parts = {"optim.accumulate": settings.optim.accumulate, "scale.micro_batches": pipeline_micro_batches(settings)}
     return next(((key, number) for key, number in parts.items() if number > 1), None)
+
+
+SETTINGS: dict[str, tuple[Callable[[Any], object], str, str]] = {
+    "mixes": (lambda s: s.data.device_augment.mixes, "data.device_augment.mixup or cutmix", "set both to 0"),
+    "unlabeled": (lambda s: s.data.mixes_unlabeled, "data.more without labels", "write labels: true for each set in data.more"),
+    "alike": (lambda s: not s.data.augments_at_random, "images that are all alike", "write data.augment: crop_flip"),
+    "no task": (lambda s: s.distillation and s.distillation.task_weight == 0, "distill.task_weight 0", "write 0.5"),
+    "untrained": (lambda s: s.teacher and s.teacher.weights is None, "a teacher without weights", "write teacher.weights"),
+    "several": (lambda s: len(s.all_teachers) > 1, "several teachers", "leave all but one out"),
+    "reuses": (lambda s: len(model_parts(s.model)) > 1 and s.model, "student.model {found}", "take another student"),
+    "features alone": (lambda s: not s.data.labels and s.eval.path is None, "data.labels false", "write eval.path"),
+    "best loss": (lambda s: not s.data.labels and s.eval.best == "loss", "eval.best loss", "write eval.best: cka"),
+    "splits": (_splits, "{found[0]} {found[1]}", "set {found[0]} to 1"),
+    "splits on workers": (lambda s: s.scale.num_replicas > 1 and _splits(s), "{found[0]} {found[1]}", "set {found[0]} to 1"),
+}
+"""Settings that are not the value of one key: when they are set, in words, and what to write instead."""
+
+
+def _value(settings: Any, key: str) -> Any:
+    """The value of a dotted key, of several teachers the first that is set; None where there is none."""
+    section, _, name = key.partition(".")
+    owners: Iterable[Any] = [settings]
+    if section == "distill":
+        owners = [settings.distillation]
+    elif section == "teacher":
+        owners = settings.all_teachers
+    elif section != "student":
+        name = key
+    values = []
+    for owner in owners:
+        for part in name.split("."):
+            owner = getattr(owner, part, None)
+        values.append(owner)
+    return next((value for value in values if value), values[0] if values else None)
+
+
+def _text(value: Any) -> str:
+    """A value as it is written."""
+    if value is None or value in ((), {}):
+        return {"()": "[]", "{}": "{}"}.get(str(value), "null")
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _default(settings: Any, key: str) -> Any:
+    """What a key is where it is not written."""
+    *sections, name = key.split(".")
+    for section in sections:
+        settings = getattr(settings, section, None)
+    field = getattr(type(settings), "model_fields", {}).get(name)
+    return field.default if field is not None else None
+
+
+def setting(settings: JobSettings, expression: str) -> Setting | None:
+    """What an `expression` says is set; None: it is not.
+
+    One of `SETTINGS`, or `key` (it has a value that is not false), `!key` (it has none), `key=A|B`, `key!=A|B` or `key>N`.
+    """
+    if expression in SETTINGS:
+        holds, text, instead = SETTINGS[expression]
+        return Setting(text.format(found=found), instead.format(found=found)) if (found := holds(settings)) else None
+    key, operator, operand = re.split(r"(!?=|>|$)", expression.removeprefix("!"), maxsplit=1)
+    value = _value(settings, key)
+    if expression.startswith("!"):
+        return None if value else Setting(key, f"write {key}")
+    values = operand.split("|")
+    if not operator or value is None:
+        is_set = bool(value)
+    else:
+        is_set = value > float(operand) if operator == ">" else (_text(value) in values) is (operator == "=")
+    if not is_set:
+        return None
+    default = _text(not value if isinstance(value, bool) else _default(settings, key))
+    other = " or ".join(values) if operator in ("!=", ">") else default
+    return Setting(f"{key} {_text(value)}" if operator else key, f"write {key}: {other}")
+
+
+def _clash(keys: str, others: str, why: str) -> Iterator[Rule]:
+    def problem(settings: JobSettings, key: str, other: str) -> Problem:
+        if (here := setting(settings, key)) is None or (there := setting(settings, other)) is None:
+            return None
+        verb, first, then = ("needs", there, here) if other.startswith("!") else ("does not go with", here, there)
+        return f"{here.text} {verb} {there.text}{why and f', {why}'}: {first.instead}, or {then.instead}"
+
+    pairs = product(keys.split(", "), others.split(", "))
+    return ((partial(problem, key=key, other=other), "{found}") for key, other in pairs)
+
+
+CLASHES = (
+    # Settings, each that they do not go with (`!`: that they need), and why.
+    ("precision=fp16", "scale.pipeline_stages>1", "since its scaler would see the gradients of one stage"),
+    (
+        "scale.sync_batch_norm, train.compile, train.gradient_checkpointing, train.progressive, data.decoder!=auto, "
+        "optim.name!=sgd|adamw, optim.ema_decay, optim.clip_grad_agc, optim.losses, optim.lr_head, optim.layer_decay, "
+        "teacher.lr_head, teacher.layer_decay, teacher.service, unlabeled, data.labels=false, student.freeze",
+        "scale.pipeline_stages>1",
+        "where each worker has a part of the student",
+    ),
+    ("scale.sync_batch_norm", "splits", "since it looks at a whole batch"),
+    ("mixes", "data.last_batch=short", "which may part a pair of images"),
+    ("mixes", "teacher.service", "which has the teacher's outputs for each image alone"),
+    ("data.decoder!=auto", "data.augment!=crop_flip", "since it decodes what crop_flip cuts out"),
+    ("data.decoder!=auto", "scale.use_gpu=false", "since it decodes on GPUs"),
+    ("data.decoder!=auto", "teacher.service", "which is sent images that the host has decoded"),
+    ("data.repeats>1", "teacher.cache, teacher.service", "which has one output of each image in an epoch"),
+    ("data.repeats>1", "data.more, alike", ""),
+    ("data.repeats>1", "data.shuffle=none", "which would show the same part of the images in each epoch"),
+    ("data.labels=false", "untrained", "which is not trained without labels"),
+    ("teacher.finetune, optim.lr_head, distill.task_weight", "data.labels=false", ""),
+    ("teacher.head, teacher.classes", "data.labels=false", "without which there are no classes"),
+    ("train.label_smoothing, train.task_loss=bce", "data.labels=false", ""),
+    ("train.task_loss=bce", "unlabeled", "since it needs the label of each image"),
+    ("eval.path", "data.labels=true", "since it measures the features of a student that learns no labels"),
+    ("student.freeze", "!student.weights", ""),
+    ("student.freeze", "data.labels=false", "without which there is no classifier to train"),
+    (
+        "teacher.weights_key, teacher.classes, teacher.image_size, teacher.mean, teacher.std, teacher.finetune, teacher.head",
+        "!teacher.weights",
+        "to which it belongs",
+    ),
+    ("teacher.head, teacher.finetune", "teacher.classes", "which gives the teacher another classifier"),
+    ("teacher.finetune", "teacher.head", "which gives the teacher another classifier"),
+    (", ".join(f"teacher.{key}" for key in OF_CACHE), "!teacher.cache", ""),
+    ("teacher.precision", "precision=fp64", "which is for exact comparisons, of the teacher too"),
+    ("teacher.cache", "teacher.service", "whose outputs it would store"),
+    ("teacher.cache, teacher.service", "teacher.placement=sharded, reuses", "which needs the network in every step"),
+    ("teacher.placement=sharded", "train.compile", ""),
+    ("train.until_top1_pct", "features alone", "which gives no accuracy"),
+    ("optim.nesterov, optim.losses, optim.args", "optim.name=dot", "which has two momenta of its own"),
+    ("optim.clip_grad_agc", "optim.clip_grad_norm, optim.clip_grad_value", ""),
+    ("optim.clip_grad_value", "optim.clip_grad_norm", ""),
+    ("train.bce_threshold", "train.task_loss!=bce", "since it changes the targets of bce"),
+    ("train.deterministic", "train.compile=max-autotune", "which chooses kernels by timing"),
+    ("train.until_top1_pct, train.until_s", "train.max_steps", "a timing run, which is not evaluated"),
+    ("assistants", "!teacher.model", ""),
+    ("assistants", "data.labels=false", "since they learn labels too"),
+    ("sweep.points", "sweep.space, sweep.policy!=grid", "since points are all that is tried"),
+    ("sweep.budget_grid_share", "sweep.budget_gpu_h", "which bounds the search too"),
+    ("sweep.metric=time_to_accuracy", "!sweep.target_pct", "the accuracy to reach"),
+    ("sweep.target_pct", "sweep.metric!=time_to_accuracy", ""),
+    ("sweep.metric=cka|cosine|linear_top1_pct", "data.labels=true", "since it is measured of a student that learns no labels"),
+)
+"""Pairs of settings that do not go together."""
 
 
 def _batch_divisor(settings: JobSettings) -> str | None:
@@ -169,42 +324,19 @@ def _optimizers(optim: OptimConfig) -> dict[str, OptimConfig]:
     return {"optim": optim, **{f"optim.losses.{key}": optim.for_loss(key) for key in optim.losses}}
 
 
-def _first_set(teacher: WeightedConfig, *keys: str) -> str | None:
-    return next((key for key in keys if getattr(teacher, key) is not None), None)
-
-
-_OF_WEIGHTS = ("weights_key", "classes", "image_size", "mean", "std", "finetune", "head")
-"""Keys of a teacher that belong to given weights."""
-OF_CACHE = ("cache_top_k", "cache_epochs", "cache_feature_dtype")
-"""Keys of a teacher that belong to `teacher.cache`."""
-
-
-def _rows_from(settings: JobSettings) -> str | None:
-    return settings.all_teachers[0].rows_from if settings.all_teachers else None
-
-
 def _is_sharded(settings: JobSettings) -> bool:
-    return settings.teacher is not None and settings.teacher.placement == "sharded"
+    return setting(settings, "teacher.placement=sharded") is not None
 
 
-def _unstaged(settings: JobSettings) -> str | None:
-    """What a model that is cut into pipeline stages cannot be trained with."""
-    optim, teacher = settings.optim, settings.teacher
-    instead = {
-        "precision fp16: its scaler would see one stage's gradients; write bf16, or fp32": settings.precision == "fp16",
-        "scale.sync_batch_norm: write false": settings.scale.sync_batch_norm,
-        "train.compile: write false": settings.train.compile,
-        "train.gradient_checkpointing: write false": settings.train.gradient_checkpointing,
-        f"data.decoder {settings.data.decoder}: write auto": settings.data.decodes_on_device,
-        f"optim.name {optim.name}: write sgd or adamw": optim.name not in OURS,
-        "optim.ema_decay: leave it out": optim.ema_decay,
-        "optim.clip_grad_agc: write clip_grad_norm": optim.clip_grad_agc,
-        "optim.losses, optimizers of single losses: leave them out": optim.losses,
-        "optim.lr_head and optim.layer_decay: leave them out": optim.lr_head or optim.layer_decay,
-        "teacher.lr_head and teacher.layer_decay: leave them out": teacher and (teacher.lr_head or teacher.layer_decay),
-        "teacher.service: leave it out": teacher is not None and teacher.service is not None,
-    }
-    return next((text for text, applies in instead.items() if applies), None)
+_OF_POLICY = {"num_ops": "randaugment", "magnitude": "randaugment", "magnitude_std": "randaugment", "severity": "augmix"}
+
+
+def _foreign_key(policy: PolicyConfig | None) -> str | None:
+    """A key of another policy that is set."""
+    if policy is None:
+        return None
+    changed = policy.model_dump(include={*_OF_POLICY}, exclude_defaults=True)
+    return next((key for key in changed if not policy.name.startswith(_OF_POLICY[key])), None)
 
 
 def _falls(optim: OptimConfig) -> bool:
@@ -250,8 +382,8 @@ def _task_optimizer(settings: JobSettings) -> str | None:
     return None
 
 
-RULES: tuple[Rule[JobSettings], ...] = (
-    # Workers and their parts of a batch.
+RULES: tuple[Rule, ...] = (
+    # Workers and their parts of a batch, of which later rows take that they fit.
     (
         lambda s: s.scale.min_workers is not None and s.scale.min_workers > s.scale.num_workers,
         "scale.min_workers {s.scale.min_workers} is more than scale.num_workers {s.scale.num_workers}: write at most"
@@ -264,12 +396,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
     ),
     (
         lambda s: (
-            s.scale.cut is not None
-            and len(s.scale.cut) != s.scale.pipeline_stages - 1
-            and (len(s.scale.cut), s.scale.pipeline_stages - 1)
+            s.scale.cut is not None and len(s.scale.cut) != s.scale.pipeline_stages - 1 and str(s.scale.pipeline_stages - 1)
         ),
-        "scale.cut names {found[0]} modules, and {s.scale.pipeline_stages} pipeline_stages begin with {found[1]} besides the"
-        " images: name as many, or leave cut out",
+        "scale.cut: {s.scale.pipeline_stages} pipeline_stages begin with {found} modules besides the images: name as many, or"
+        " leave it out",
     ),
     (_batch_divisor, "data.global_batch_size {s.data.global_batch_size} is not divisible by {found}"),
     (
@@ -286,51 +416,22 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "scale.micro_batches {found[0]} × optim.accumulate {s.optim.accumulate} exceed the {found[1]} samples of one replica's"
         " batch",
     ),
-    (
-        lambda s: s.scale.pipeline_stages > 1 and _unstaged(s),
-        "scale.pipeline_stages {s.scale.pipeline_stages} does not go with {found}, or scale.pipeline_stages 1",
-    ),
-    (
-        lambda s: s.scale.sync_batch_norm and _splits(s),
-        "scale.sync_batch_norm looks at all samples of a batch, which {found[0]} {found[1]} splits: set {found[0]} to 1, or"
-        " scale.sync_batch_norm to false",
-    ),
+    *(rule for row in CLASHES for rule in _clash(*row)),
     # Images.
     (lambda s: resize_covers_crop(s.data), "{found}"),
     (
-        lambda s: (
-            s.data.device_augment.mixes
-            and replica_batch(s) % 2
-            and (replica_batch(s), s.data.global_batch_size + s.scale.num_replicas)
-        ),
-        "data.device_augment: mixup and cutmix mix pairs, but each of {s.scale.num_replicas} workers has {found[0]} of"
-        " data.global_batch_size {s.data.global_batch_size}: write {found[1]}, or set both to 0",
+        lambda s: s.data.device_augment.mixes and replica_batch(s) % 2 and s.data.global_batch_size + s.scale.num_replicas,
+        "data.global_batch_size {s.data.global_batch_size}: mixup and cutmix mix pairs, and each worker has an odd number of"
+        " images: write {found}, or set both to 0",
     ),
     (
-        lambda s: s.data.device_augment.mixes and s.data.last_batch == "short",
-        "data.device_augment: mixup and cutmix mix pairs, which a short last batch may part: set data.last_batch to drop, or both"
-        " to 0",
+        lambda s: _foreign_key(s.data.device_augment.policy),
+        "data.device_augment.policy.{found} is of another policy than {s.data.device_augment.policy.name}: leave it out",
     ),
     (
-        lambda s: s.data.device_augment.mixes and s.teacher and s.teacher.service,
-        "teacher.service: it has the teacher's outputs for each image, which mixup and cutmix mix with another: set"
-        " data.device_augment.mixup and data.device_augment.cutmix to 0, or write teacher.cache in its place",
+        lambda s: (policy := s.data.device_augment.policy) and policy.name == "randaugment_timm" and policy.magnitude > 10,
+        "data.device_augment.policy.magnitude of randaugment_timm is at most 10, not {s.data.device_augment.policy.magnitude}",
     ),
-    (
-        lambda s: s.data.decodes_on_device and s.data.augment != "crop_flip",
-        "data.decoder {s.data.decoder} decodes what augment crop_flip cuts out, and augment is {s.data.augment}: write decoder"
-        " auto",
-    ),
-    (
-        lambda s: s.data.decodes_on_device and s.scale.use_gpu is False,
-        "data.decoder {s.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto",
-    ),
-    (
-        lambda s: s.data.decodes_on_device and s.teacher is not None and s.teacher.service is not None,
-        "teacher.service: it is sent images that the host has decoded, and data.decoder {s.data.decoder} decodes on each worker's"
-        " GPU: set data.decoder to auto, or leave teacher.service out",
-    ),
-    # Several data sets.
     (
         lambda s: s.data.more and (total := sum(each.share for each in s.data.more)) >= 1 and f"{total:g}",
         "data.more: its shares add up to {found}, which leaves nothing of data.path: write less than 1 in all",
@@ -344,91 +445,23 @@ RULES: tuple[Rule[JobSettings], ...] = (
         "data.more: labels: true in it, and data.labels is false: leave labels out",
     ),
     (
-        lambda s: s.data.mixes_unlabeled and (s.distillation is None or (s.teacher is not None and s.teacher.weights is None)),
+        lambda s: s.data.mixes_unlabeled and (s.distillation is None or setting(s, "untrained")),
         "data.more: a model that learns labels alone learns nothing of images without: write labels: true for each set in it, or"
         " teacher.model and teacher.weights",
     ),
-    (
-        lambda s: s.data.mixes_unlabeled and s.scale.pipeline_stages > 1,
-        "data.more: scale.pipeline_stages {s.scale.pipeline_stages} does not go with images without labels among others: write"
-        " labels: true for each set in it, or scale.pipeline_stages 1",
-    ),
-    # Images without labels.
     (
         lambda s: not s.data.labels and s.distillation is None,
         "data.labels: false leaves nothing to learn without a teacher: write teacher.model and teacher.weights",
     ),
     (
-        lambda s: not s.data.labels and s.teacher is not None and s.teacher.weights is None,
-        "teacher.weights: a teacher is not trained without labels, and data.labels is false: write its weights",
-    ),
-    (
-        lambda s: not s.data.labels and s.teacher and s.teacher.finetune,
-        "teacher.finetune: a teacher is not fine-tuned without labels, and data.labels is false: leave it out",
-    ),
-    (
-        lambda s: not s.data.labels and s.optim.lr_head,
-        "optim.lr_head: a student has no classifier without labels, and data.labels is false: leave it out",
-    ),
-    (
-        lambda s: not s.data.labels and s.distillation and s.distillation.task_weight,
-        "distill.task_weight: there are no labels, and data.labels is false: leave it out",
-    ),
-    (
-        lambda s: not s.data.labels and s.scale.pipeline_stages > 1,
-        "scale.pipeline_stages: a student without a classifier is trained whole, and data.labels is false: write 1",
-    ),
-    (
-        lambda s: not s.data.labels and s.train.until_top1_pct and s.eval.path is None,
-        "train.until_top1_pct: without labels there is no accuracy: write eval.path, or leave it out",
-    ),
-    (
-        lambda s: s.data.labels and s.eval.path is not None,
-        "eval.path measures the features of a student that learns no labels: write data.labels: false, or leave eval.path out",
-    ),
-    (
         lambda s: s.eval.best in (("cka", "cosine") if s.data.labels else ("top1_pct",)) and s.eval.path is None and s.eval.best,
         "eval.best: {found} is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
     ),
-    (
-        lambda s: s.freeze and (s.weights is None or not s.data.labels or s.scale.pipeline_stages > 1),
-        "student.freeze trains the classifier alone: it needs student.weights, data.labels: true and scale.pipeline_stages: 1",
-    ),
     # The teacher.
-    (
-        lambda s: s.teacher and s.teacher.weights is None and _first_set(s.teacher, *_OF_WEIGHTS),
-        "teacher.{found} belongs to given weights: write teacher.weights: FILE, or leave it out",
-    ),
     (
         lambda s: any(each.logit_scale and not each.embeds_classes for each in s.all_teachers),
         "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy or teacher.head:"
         " class_means, or leave it out",
-    ),
-    (
-        lambda s: s.teacher and s.teacher.head and not s.data.labels,
-        "teacher.head: class means are of images with labels, and data.labels is false: leave it out",
-    ),
-    (
-        lambda s: (
-            s.teacher and s.teacher.head and ("classes" if s.teacher.classes else "finetune" if s.teacher.finetune else None)
-        ),
-        "teacher.head {s.teacher.head} gives the teacher a classifier, and so does teacher.{found}: leave out one of the two",
-    ),
-    (
-        lambda s: any(each.classes for each in s.all_teachers) and not s.data.labels,
-        "teacher.classes: there are no classes without labels, and data.labels is false: leave it out",
-    ),
-    (
-        lambda s: s.teacher and s.teacher.classes and s.teacher.finetune,
-        "teacher.finetune trains a classifier, and teacher.classes gives one: leave out one of the two",
-    ),
-    (
-        lambda s: next(filter(None, (_first_set(each, *OF_CACHE) for each in s.all_teachers if each.cache is None)), None),
-        "teacher.{found} is for a teacher whose outputs are cached: write teacher.cache: FOLDER, or leave it out",
-    ),
-    (
-        lambda s: s.precision == "fp64" and any(each.precision for each in s.all_teachers),
-        "teacher.precision: precision fp64 is for exact comparisons, of the teacher too: leave teacher.precision out",
     ),
     (
         lambda s: s.teacher and s.teachers,
@@ -441,41 +474,16 @@ RULES: tuple[Rule[JobSettings], ...] = (
         " cache_epochs for each",
     ),
     (
-        lambda s: s.teacher and s.teacher.cache is not None and s.teacher.service is not None,
-        "teacher.cache stores what teacher.service would compute: leave out one of the two",
-    ),
-    (
-        lambda s: _is_sharded(s) and _rows_from(s),
-        "teacher.placement sharded is for a network that runs in every step, and {found} is set: leave out one of the two",
-    ),
-    (
         lambda s: _is_sharded(s) and not s.data.labels and s.eval.best not in (None, "top1_pct"),
         "eval.best: teacher.placement sharded has no teacher's features in a validation, and {s.eval.best} compares with them:"
         " write top1_pct with eval.path, or leave eval.best out",
     ),
     (
-        lambda s: _is_sharded(s) and s.train.compile,
-        "teacher.placement sharded does not go with train.compile: set train.compile to false, or teacher.placement to whole",
-    ),
-    (
-        lambda s: (
-            _is_sharded(s)
-            and s.scale.min_workers
-            and s.scale.min_workers < 2 * s.scale.pipeline_stages
-            and 2 * s.scale.pipeline_stages
-        ),
+        lambda s: _is_sharded(s) and 0 < (s.scale.min_workers or 0) < (least := 2 * s.scale.pipeline_stages) and least,
         "teacher.placement sharded needs 2 workers or more, and scale.min_workers is {s.scale.min_workers}: write at least"
         " {found}",
     ),
-    (
-        lambda s: len(model_parts(s.model)) > 1 and _rows_from(s),
-        "{found}: it answers with outputs, and {s.model} takes in the teacher's classifier: leave it out",
-    ),
     # Optimizers, losses and the loop.
-    (
-        lambda s: s.optim.name == "dot" and (s.optim.nesterov or s.optim.losses),
-        "optim.name dot has two momenta of its own: set optim.nesterov to false, and leave out optim.losses",
-    ),
     (
         lambda s: s.optim.name == "dot" and not s.optim.delta <= s.optim.momentum < 1 - s.optim.delta,
         "optim.name dot: momentum {s.optim.momentum:g} ± delta {s.optim.delta:g} must lie in 0 … 1: write a smaller delta",
@@ -484,18 +492,10 @@ RULES: tuple[Rule[JobSettings], ...] = (
         lambda s: next((key for key, o in _optimizers(s.optim).items() if o.warmup_epochs and o.warmup_steps), None),
         "{found}.warmup_steps and {found}.warmup_epochs are two lengths of one warm-up: leave one of them out, or write 0",
     ),
-    (
-        lambda s: s.optim.name == "dot" and s.optim.args,
-        "optim.args does not go with optim.name dot, whose settings are momentum and delta: leave it out",
-    ),
     (lambda s: without_epoch(s.optim), "{found} no epoch of optim.epochs {s.optim.epochs}: write less"),
     (
         lambda s: next((key for key, o in _optimizers(s.optim).items() if o.nesterov and not o.momentum), None),
         "{found}.nesterov needs {found}.momentum above 0: set it, or set {found}.nesterov to false",
-    ),
-    (
-        lambda s: [key for key in ("clip_grad_norm", "clip_grad_value", "clip_grad_agc") if getattr(s.optim, key)][1:],
-        "optim.{found[0]}: gradients are clipped in one way: leave all but one of optim.clip_grad_… out",
     ),
     (
         lambda s: s.optim.losses and next((o.name for o in _optimizers(s.optim).values() if o.name not in OURS), None),
@@ -505,34 +505,22 @@ RULES: tuple[Rule[JobSettings], ...] = (
         lambda s: _idle_end(s.optim),
         "{found}: only the schedules cosine and wsd end so, and this is {s.optim.schedule}: leave out",
     ),
+    *_clash("optim.cooldown_epochs", "!optim.min_lr_factor", "the rate at which it trains"),
     (
-        lambda s: s.optim.cooldown_epochs and not s.optim.min_lr_factor,
-        "optim.cooldown_epochs trains at the lowest rate, and optim.min_lr_factor is 0: write optim.min_lr_factor above 0, or"
-        " leave cooldown_epochs out",
+        lambda s: (total := sum(each.epochs for each in s.train.progressive)) > 1 + 1e-9 and f"{total:g}",
+        "train.progressive: its shares of the epochs add up to {found}: write at most 1 in all",
     ),
     (
-        lambda s: s.train.bce_threshold and s.train.task_loss != "bce",
-        "train.bce_threshold belongs to train.task_loss bce: leave it out",
+        lambda s: max((each.image_size for each in s.train.progressive if each.image_size >= s.data.image_size), default=None),
+        "train.progressive: image_size {found} is not below data.image_size {s.data.image_size}, that of the crops: write less",
     ),
     (
         lambda s: s.train.bce_threshold and s.train.bce_threshold > 1 - s.train.label_smoothing,
         "train.bce_threshold {s.train.bce_threshold:g} is above each target that train.label_smoothing"
         " {s.train.label_smoothing:g} leaves: write a smaller one",
     ),
-    (
-        lambda s: not s.data.labels and (s.train.label_smoothing or s.train.task_loss != "cross_entropy"),
-        "train.label_smoothing and train.task_loss: there are no labels, and data.labels is false: leave them out",
-    ),
-    (
-        lambda s: s.data.mixes_unlabeled and s.train.task_loss == "bce",
-        "train.task_loss bce needs the label of each image: write labels: true for each set in data.more, or cross_entropy",
-    ),
     (_unknown_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
-    (
-        lambda s: s.distillation and s.distillation.teacher_dropping and _splits(s),
-        "distill.teacher_dropping divides by a sum over all samples of a batch, which {found[0]} {found[1]} splits: set"
-        " {found[0]} to 1, or leave teacher_dropping out",
-    ),
+    *_clash("distill.teacher_dropping", "splits", "since it divides by a sum over all samples of a batch"),
     (
         lambda s: s.distillation and s.distillation.task_weight == 0 and not s.distillation.weighted,
         "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0",
@@ -540,14 +528,6 @@ RULES: tuple[Rule[JobSettings], ...] = (
     (
         lambda s: s.distillation and (s.distillation.task_weight == 0 or not s.data.labels) and _task_optimizer(s),
         "{found}",
-    ),
-    (
-        lambda s: s.train.deterministic and s.train.compile == "max-autotune",
-        "train.deterministic does not go with train.compile max-autotune, which chooses kernels by timing: write true",
-    ),
-    (
-        lambda s: s.train.max_steps and (s.train.until_top1_pct or s.train.until_s),
-        "train.max_steps is for timing runs, which are not evaluated: leave out train.until_top1_pct and train.until_s",
     ),
 )
 """What every job must keep."""
@@ -568,101 +548,70 @@ def _missing_loss(method: MethodNeeds, losses: Any) -> tuple[str, str] | None:
     return (unknown[0], ", ".join(sorted(["task", *terms, *rest]))) if unknown else None
 
 
-METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
+def _balances(method: MethodNeeds) -> bool:
+    return bool(getattr(method.options, "balance", False))
+
+
+def _compares_images(method: MethodNeeds) -> bool:
+    return method.requires.whole_batch or method.requires.all_gather
+
+
+METHOD_CLASHES: tuple[tuple[Callable[[MethodNeeds], object], str, str], ...] = (
+    # What a method does, in words, and each setting that it does not go with.
+    (lambda m: m.requires.reads_classes or m.requires.hard_labels, "distill.method: {m.key} reads classes", "data.labels=false"),
+    (_compares_images, "distill.method: {m.key} compares the images of a batch", "best loss"),
+    (_balances, "distill.options.{m.key}.balance divides the loss by its running mean", "best loss"),
+    (lambda m: m.requires.hard_labels, "distill.method: {m.key} needs the one class of each image", "unlabeled, mixes"),
+    (lambda m: m.requires.same_images, "distill.method: {m.key} remembers each image", "data.more, data.repeats>1"),
+    (
+        lambda m: (m.beyond_logits or "").startswith("features"),
+        "distill.method: {m.key} reads features of images of one size",
+        "train.progressive",
+    ),
+    (
+        lambda m: getattr(m.options, "token", False),
+        "distill.options.{m.key}.token has a head that the labels alone train",
+        "no task",
+    ),
+    (lambda m: m.requires.whole_batch, "distill.method: {m.key} looks at all samples of a batch", "splits"),
+    (_balances, "distill.options.{m.key}.balance takes the mean of a whole batch", "splits"),
+    (lambda m: m.requires.all_gather, "distill.method: {m.key} gathers the outputs of all workers", "splits on workers"),
+    (lambda m: m.whole_student, "distill.method: {m.key} has {found}", "scale.pipeline_stages>1"),
+    (
+        lambda m: m.requires.reuses_classifier,
+        "distill.method: {m.key} gives the student its teacher's classifier",
+        "student.weights, several, assistants",
+    ),
+    (lambda m: m.requires.teacher_model, "distill.method: {m.key} reads the teacher's parameters", "teacher.placement=sharded"),
+    (
+        lambda m: m.requires.teacher_model or m.requires.reuses_classifier,
+        "distill.method: {m.key} needs the teacher's network with a linear classifier",
+        "teacher.classes, teacher.head, teacher.cache, teacher.service",
+    ),
+    (
+        lambda m: getattr(m.options, "teacher_norm", None) == "batch",
+        "distill.options.{m.key}.teacher_norm batch makes a teacher's outputs depend on the batch",
+        "teacher.cache, teacher.service",
+    ),
+)
+
+
+def _method_clash(breaks: Callable[[MethodNeeds], object], text: str, settings: str) -> Iterator[MethodRule]:
+    def when(settings: JobSettings, _: int, expression: str) -> Setting | None:
+        return setting(settings, expression)
+
+    instead = "or take another method" if text.startswith("distill.method") else "or leave it out"
+    message = f"{text}, which does not go with {{when.text}}: {{when.instead}}, {instead}"
+    return ((partial(when, expression=each), lambda m, _: breaks(m), message) for each in settings.split(", "))
+
+
+METHOD_RULES: tuple[MethodRule, ...] = (
     (
         lambda s, _: not s.all_teachers,
         lambda m, _: m.requires.teacher,
         "distill.method: {m.key} needs a teacher: write teacher.model",
     ),
-    (
-        lambda s, _: not s.data.labels,
-        lambda m, _: m.requires.reads_classes or m.requires.hard_labels,
-        "distill.method: {m.key} reads classes, and data.labels is false: write embed, or another method on features alone",
-    ),
-    (
-        lambda s, _: not s.data.labels and s.eval.best == "loss",
-        lambda m, _: m.requires.whole_batch or m.requires.all_gather,
-        "eval.best: {m.key} compares the images of a batch, and has no loss in a validation: write cka, or leave eval.best out",
-    ),
-    (
-        lambda s, _: not s.data.labels and s.eval.best == "loss",
-        lambda m, _: getattr(m.options, "balance", False),
-        "eval.best: distill.options.{m.key}.balance divides the loss by its running mean, so that those of two evaluations do not"
-        " compare: write cka, or leave eval.best out",
-    ),
-    (
-        lambda s, _: s.data.mixes_unlabeled,
-        lambda m, _: m.requires.hard_labels,
-        "distill.method: {m.key} needs the label of each image: write labels: true for each set in data.more, or set"
-        " distill.method to kd",
-    ),
-    (
-        lambda s, _: s.data.more,
-        lambda m, _: m.requires.same_images,
-        "distill.method: {m.key} remembers each image, and one of data.more may come twice in a batch: leave data.more out, or"
-        " set distill.method to kd",
-    ),
-    (
-        lambda s, _: s.data.device_augment.mixes,
-        lambda m, _: m.requires.hard_labels,
-        "distill.method: {m.key} needs images of one class each: set data.device_augment.mixup and data.device_augment.cutmix"
-        " to 0, or set distill.method to kd",
-    ),
-    (
-        lambda s, _: _splits(s),
-        lambda m, _: m.requires.whole_batch,
-        "distill.method: {m.key} looks at all samples of a batch, which {when[0]} {when[1]} splits: set {when[0]} to 1",
-    ),
-    (
-        lambda s, _: _splits(s),
-        lambda m, _: getattr(m.options, "balance", False),
-        "distill.options.{m.key}.balance takes the mean of a whole batch, which {when[0]} {when[1]} splits: set {when[0]} to 1,"
-        " or leave balance out",
-    ),
-    (
-        lambda s, _: s.scale.num_replicas > 1 and _splits(s),
-        lambda m, _: m.requires.all_gather,
-        "distill.method: {m.key} gathers the outputs of all workers, and one of them may have fewer micro-batches of a short"
-        " batch: set {when[0]} to 1, or scale.num_workers to {s.scale.pipeline_stages}",
-    ),
-    (
-        lambda s, _: s.weights is not None,
-        lambda m, _: m.requires.reuses_classifier,
-        "student.weights: {m.key} changes the student's end: leave student.weights out, or take another method",
-    ),
-    (
-        lambda s, _: s.scale.pipeline_stages > 1,
-        lambda m, _: m.whole_student,
-        "distill.method: {m.key} has {found}, which scale.pipeline_stages {s.scale.pipeline_stages} does not go with: take"
-        " another method, or write scale.pipeline_stages 1",
-    ),
-    (
-        lambda s, _: _is_sharded(s),
-        lambda m, _: m.requires.teacher_model,
-        "teacher.placement: {m.key} reads the teacher's parameters, and sharded has a part of them on each worker: write whole",
-    ),
-    (
-        lambda s, _: next(("classes" if each.classes else "head" for each in s.all_teachers if each.embeds_classes), None),
-        lambda m, _: m.requires.teacher_model or m.requires.reuses_classifier,
-        "teacher.{when}: {m.key} reads the teacher's linear classifier, and it has none: take another distill.method",
-    ),
-    (
-        lambda s, _: _rows_from(s),
-        lambda m, _: m.requires.teacher_model or m.requires.reuses_classifier,
-        "{when}: it gives a teacher's outputs, and {m.key} needs its network: set {when} to null, or take another distill.method",
-    ),
-    (
-        lambda s, _: _rows_from(s),
-        lambda m, _: getattr(m.options, "teacher_norm", None) == "batch",
-        "distill.options.{m.key}.teacher_norm: batch makes a teacher's outputs depend on the batch, and {when} has those of"
-        " single images: write running, or set {when} to null",
-    ),
-    (
-        lambda s, _: len(s.all_teachers) > 1 and len(s.all_teachers),
-        lambda m, _: m.requires.reuses_classifier,
-        "distill.method: {m.key} gives the student its teacher's classifier, and there are {when} teachers: leave all but one"
-        " out, or take another method",
-    ),
+    *(rule for row in METHOD_CLASHES for rule in _method_clash(*row)),
     (
         lambda s, _: len(s.all_teachers) > 1 and s.optim.losses,
         lambda m, losses: m.beyond_logits and next((key for key in losses if key.partition("/")[0] == m.key), None),
@@ -709,16 +658,16 @@ METHOD_RULES: tuple[MethodRule[JobSettings], ...] = (
 """What a method requires of the other sections."""
 
 
-def first_problem(settings: Settings, rules: Iterable[Rule[Settings]]) -> Problem:
+def first_problem(settings: JobSettings, rules: Iterable[Rule]) -> Problem:
     """The message of the first of `rules` that `settings` break; None: they keep them all."""
     return next((text.format(s=settings, found=found) for rule, text in rules if (found := rule(settings))), None)
 
 
 def first_problem_of_methods(
     methods: Callable[[], Iterable[MethodNeeds]],
-    settings: Settings,
+    settings: JobSettings,
     classes: int,
-    rules: Iterable[MethodRule[Settings]],
+    rules: Iterable[MethodRule],
 ) -> Problem:
     """The message of the first of `rules` that one of the `methods`, which are asked for where that matters, breaks.
 

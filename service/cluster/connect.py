@@ -73,7 +73,7 @@ def connect(
             check_shared(runs_root, str(runs_root), instead)
         if cache is not None:
             name = f"teacher.cache: {cache}"
-            full = cache.is_dir() and unwritable_reason(cache) is not None  # see `preflight.check_cache`
+            full = cache.is_dir() and unwritable_reason(cache) is not None  # see `check_services`
             check_shared(cache, name, "name a folder that all nodes share and may write", read_only=full)
         yield cluster
     finally:
@@ -109,15 +109,11 @@ def _start_ray(logical_cpus: int) -> None:
     if is_local():
         cores = usable_cores()
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
-        # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
+        # Ray makes the folders of a session world-writable: who writes there runs code as the user of its workers.
         folder = user_folder(session_base()) / "ray"
         make_token()
+        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
         local_ray.watch_servers()
-        try:
-            ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
-        except BaseException:
-            local_ray.end_watch()
-            raise
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
         context = ray.init(runtime_env=None if in_job else packages(), **options)
@@ -140,32 +136,25 @@ def _job_config() -> Any:
 
 def session_base() -> str:
     """Below which Ray's sessions lie: RAY_TMPDIR, else TMPDIR, unless sockets there would have paths that are too long."""
-    if named := os.environ.get("RAY_TMPDIR"):
-        return named
-    base = tempfile.gettempdir()
-    return "/tmp" if excess_bytes(base) > 0 else base
+    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return base if "RAY_TMPDIR" in os.environ or excess_bytes(base) <= 0 else "/tmp"
 
 
 def excess_bytes(base: str) -> int:
     """By how much the longest path of a socket of Ray's sessions below `base` is too long."""
-    session = f"session_0000-00-00_00-00-00_000000_{os.getpid()}/sockets/dash_MetricsHead"
-    return len(os.fsencode(expand_home(base) / f"raydistill-{os.getuid()}" / "ray" / session)) - MAX_SOCKET
+    session = f"raydistill-{os.getuid()}/ray/session_0000-00-00_00-00-00_000000_{os.getpid()}/sockets/dash_MetricsHead"
+    return len(os.fsencode(expand_home(base) / session)) - MAX_SOCKET
 
 
 def make_token() -> None:
     """Make Ray's token private: where there is none Ray writes one, readable as the umask says."""
-    folder = Path("~/.ray").expanduser()
-    token, new = folder / "auth_token", folder / f".auth_token.{secrets.token_hex(4)}"
+    token = Path("~/.ray/auth_token").expanduser()
     named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     with contextlib.suppress(OSError):  # without a home Ray has no token there either
-        folder.mkdir(mode=0o700, exist_ok=True)
+        token.parent.mkdir(mode=0o700, exist_ok=True)
         if not token.exists() and not named and os.environ.get("RAY_AUTH_MODE", "token") == "token":
-            with open(new, "x", opener=partial(os.open, mode=0o600)) as file:
+            with open(token, "x", opener=partial(os.open, mode=0o600)) as file:
                 file.write(secrets.token_hex(32))
-            try:
-                os.link(new, token)  # unless another process was faster
-            finally:
-                new.unlink()
         token.chmod(0o600)
 
 
@@ -192,13 +181,13 @@ def check_ray_address() -> None:
             )
         return
     address = os.environ["RAY_ADDRESS"]
+    host, _, port = address.rpartition(":")
+    if address == "auto":  # the Ray of this machine, which Ray finds or not at once
+        return
     if address.startswith("http"):
         raise ClusterError(
             f"RAY_ADDRESS is {address}, where jobs are submitted: use `distill submit`, or give Ray's own address, HOST:6379"
         )
-    host, _, port = address.rpartition(":")
-    if address == "auto":  # the Ray of this machine, which Ray finds or not at once
-        return
     if not port.isdecimal():
         raise ClusterError(f"RAY_ADDRESS is {address}: write HOST:PORT, such as 10.0.0.1:6379, or unset it to use this machine")
     try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from service.cluster.connect import packages
 from service.cluster.open_ray import warn_if_unauthenticated
@@ -45,15 +45,27 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
 
     Raises ClusterError: no Ray dashboard answers, or it refuses.
     """
-    address = dashboard_address()
-    entrypoint = shlex.join(["python", "-m", "service", *job.arguments])
-    request = {
-        "entrypoint": entrypoint,
-        "submission_id": job.name,
-        "runtime_env": {"working_dir": str(working_dir), **packages(), "env_vars": dict(job.env_vars)},
-        "metadata": dict(job.metadata),
-    }
-    client = _submit(address, request)
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    address, entrypoint = dashboard_address(), shlex.join(["python", "-m", "service", *job.arguments])
+    try:
+        client = JobSubmissionClient(address)
+        client.submit_job(
+            entrypoint=entrypoint,
+            submission_id=job.name,
+            runtime_env={"working_dir": str(working_dir), **packages(), "env_vars": dict(job.env_vars)},
+            metadata=dict(job.metadata),
+        )
+    except AuthenticationError as error:
+        raise ClusterError(
+            f"{address} refuses a request without its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH=FILE where the "
+            "cluster's token is not in ~/.ray/auth_token"
+        ) from error
+    except _failures() as error:
+        raise ClusterError(
+            f"no job could be submitted to {address}: {first_line(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
+        ) from error
     warn_if_unauthenticated(address)
     echo(f"submitted {job.name}: {entrypoint}")
     log = f"its log: ray job logs --follow {job.name} --address {address}"
@@ -67,52 +79,7 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
         raise
     except _failures() as error:
         raise ClusterError(f"{address} no longer answers: {first_line(error)}; {job.name} keeps running, {log}") from error
-    if details.status == "SUCCEEDED":
-        return 0
-    return details.driver_exit_code or 1
-
-
-def _submit(address: str, request: dict[str, Any]) -> JobSubmissionClient:
-    """Submit a job as `JobSubmissionClient.submit_job` does. Raises ClusterError."""
-    from ray.exceptions import AuthenticationError
-    from ray.job_submission import JobSubmissionClient
-
-    def with_headers(headers: dict[str, str]) -> JobSubmissionClient:
-        client = JobSubmissionClient(address, headers=headers)
-        client.submit_job(**request)
-        return client
-
-    mode, token = os.environ.get("RAY_AUTH_MODE"), _token()
-    try:
-        try:
-            return with_headers({})
-        except AuthenticationError:
-            if mode is not None or token is None:
-                raise
-            return with_headers({"Authorization": f"Bearer {token[0]}"})  # Ray itself sends one only with RAY_AUTH_MODE=token
-    except AuthenticationError as error:
-        instead = "give the cluster's with RAY_AUTH_TOKEN_PATH=FILE"
-        problem = f"refuses the token of {token[1]}: {instead}" if token else f"asks for a token, and none was found: {instead}"
-        if mode not in (None, "token"):
-            problem = f"asks for a token, and with RAY_AUTH_MODE={mode} none is sent: unset it"
-        raise ClusterError(f"{address} {problem}") from error
-    except _failures() as error:
-        raise ClusterError(
-            f"no job could be submitted to {address}: {first_line(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
-        ) from error
-
-
-def _token() -> tuple[str, str] | None:
-    """The token that Ray would send with RAY_AUTH_MODE=token, and where it is."""
-    if token := os.environ.get("RAY_AUTH_TOKEN"):
-        return token, "RAY_AUTH_TOKEN"
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    try:
-        token = path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return (token, f"RAY_AUTH_TOKEN_PATH={named}" if named else str(path)) if token else None
+    return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
 
 
 def _follow(client: JobSubmissionClient, job: str, echo: Callable[[str], None], log: str) -> JobDetails:

@@ -1,4 +1,4 @@
-"""A Ray that runs what anybody sends to it."""
+"""A warning of a Ray without a token, which runs what anyone sends to it."""
 
 import http.client
 import urllib.request

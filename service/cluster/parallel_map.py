@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,23 +22,12 @@ Result = TypeVar("Result")
 @contextlib.contextmanager
 def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on a terminal, nothing elsewhere; yields what advances it."""
-    if not sys.stdout.isatty():
-        yield lambda count: None
-        return
-    from rich import progress
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn(unit),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn(unit), *Progress.get_default_columns()[3:])
     # No thread of its own: the processes that do the work are forked while the bar is shown.
-    with progress.Progress(*columns, transient=True, auto_refresh=False) as shown:
+    with Progress(*columns, transient=True, auto_refresh=False, disable=not sys.stdout.isatty()) as shown:
         task = shown.add_task(title, total=total)
-        shown.refresh()
         yield lambda count: shown.update(task, advance=count, refresh=True)
 
 
@@ -75,9 +63,8 @@ def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, 
             "a process was killed, probably out of memory; repeat the command with fewer --processes to continue"
         ) from None
     except BaseException:
-        for child in multiprocessing.active_children():
-            if child not in others:
-                child.terminate()
+        for child in {*multiprocessing.active_children()} - {*others}:
+            child.kill()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -86,14 +73,13 @@ def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, 
 def _follow_parent() -> None:
     """Leave Ctrl-C to the parent, and end where it ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
+    def end_with_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
 
-def _end_with(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _over_cluster(function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], shared: Path) -> Iterator[Result]:
@@ -104,11 +90,12 @@ def _over_cluster(function: Callable[..., Result], arguments: Sequence[tuple[Any
         for pending in [task.remote(*each) for each in arguments]:
             try:
                 yield ray.get(pending)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, DistillError | OSError):
-                    raise error.cause from None
-                raise
             except ray.exceptions.RayError as error:  # after Ray's own retries: a node died, or had no memory left
+                cause = getattr(error, "cause", None)
+                if isinstance(cause, DistillError | OSError):
+                    raise cause from None
+                if isinstance(error, ray.exceptions.RayTaskError):
+                    raise
                 raise DistillError(
                     f"a process or a node of the cluster was lost ({type(error).__name__}), probably out of memory; "
                     "repeat the command to continue"

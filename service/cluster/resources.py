@@ -27,7 +27,7 @@ class Reservation:
     service: Reservation | None = None
     """What the actors of `teacher.service` reserve, once for all jobs of a sweep."""
     min_workers: int | None = None
-    """An elastic job goes on with so few."""
+    """An elastic job continues with so few."""
     unit: str = "workers"
     """What takes a bundle each."""
 
@@ -65,20 +65,14 @@ class Node:
 
 def nodes_for_actors(nodes: Sequence[Node], reservation: Reservation) -> list[Node]:
     """The node for each actor of the service, where it costs the fewest workers; [] where they do not all fit."""
-    free = {node.node_id: node for node in nodes}
-    service, chosen = reservation.service, list[Node]()
-    if service is None:
-        return []
-
-    def workers_lost(node: Node) -> int:
-        return reservation.bundles_on(node) - reservation.bundles_on(node.without(service))
-
-    for _ in range(service.num_workers):
-        fitting = [node for node in free.values() if service.bundles_on(node)]
-        if not fitting:
+    free, service, chosen = list(nodes), reservation.service, list[Node]()
+    for _ in range(service.num_workers if service else 0):
+        assert service is not None
+        left = {node: node.without(service) for node in free if service.bundles_on(node)}
+        if not left:
             return []
-        best = min(fitting, key=workers_lost)
-        free[best.node_id] = best.without(service)
+        best = min(left, key=lambda node: reservation.bundles_on(node) - reservation.bundles_on(left[node]))
+        free[free.index(best)] = left[best]
         chosen.append(best)
     return chosen
 

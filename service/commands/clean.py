@@ -1,4 +1,4 @@
-"""`clean`: old runs, checkpoints, caches and what killed jobs have left."""
+"""`clean`: old runs, their checkpoints and caches."""
 
 import re
 import time
@@ -25,12 +25,11 @@ def check_age(context: click.Context, parameter: click.Parameter, age: str) -> s
 @click.option("--checkpoints", "checkpoints_only", is_flag=True, help="Only checkpoints that a complete run no longer needs.")
 @RUNS_OR_URI
 def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, root: Path) -> None:
-    """Remove old, unused runs, caches, and leftovers of killed jobs.
+    """Remove old runs and caches that nothing needs.
 
-    A run stays while a process works on it, while records of it wait for MLflow, while a run of this root that stays refers to
-    it (as teacher.weights may), and as long as it can be resumed, unless --unfinished is given. Runs outside this root are not
-    looked at, neither for weights nor for logits. Caches, leftovers and copies of runs in an object store are those of this user
-    on this machine. MLflow's records stay.
+    A run is kept while a process works on it, while records of it wait for MLflow, while the experiment of another run that is
+    kept names it (as teacher.weights may), and as long as it can be resumed, unless --unfinished is given. Only runs of this root
+    count. MLflow's records stay.
     """
     if unfinished and checkpoints_only:
         raise click.UsageError("--unfinished and --checkpoints: give one of them, as --checkpoints is for complete runs alone")

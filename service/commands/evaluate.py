@@ -9,7 +9,7 @@ import click
 from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, is_given
 from service.commands.path_types import DataPath, FileOrUri, MethodName, PathType
 from service.runs.embed import embed as run_embed
-from service.runs.evaluate import evaluate as run_evaluate
+from service.runs.evaluate import resolve, run_evaluation
 from trainables.config import FEATURES_TAP, Measure
 
 WEIGHTS_KEY = click.option("--weights-key", help="As teacher.weights_key.")
@@ -53,16 +53,9 @@ def evaluate(
     """
     if probe is None and is_given("tap"):
         raise click.UsageError("--tap is for the features that --probe reads: add --probe, or leave it out")
-    result = run_evaluate(
-        checkpoint,
-        data_path,
-        list(overrides),
-        root,
-        model=model,
-        weights_key=weights_key,
-        measure=probe or "accuracy",
-        tap=tap,
-    )
+    measure: Measure = probe or "accuracy"
+    config = resolve(checkpoint, data_path, list(overrides), model, weights_key, measure=measure, tap=tap)
+    result = run_evaluation(config, checkpoint, root)
     click.echo("\n".join(formatted(result)))
 
 

@@ -12,7 +12,6 @@ from service.config.experiment import parse_override
 from service.config.messages import ConfigProblems
 from service.config.rules import check_options
 from service.report.method_table import method_parts, method_table
-from service.report.tap_list import points_table
 from service.runs.display import output
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name
@@ -37,6 +36,8 @@ def list_methods(name: str | None) -> None:
 @click.option("--all", "every", is_flag=True, help="Every module's output too, not stages alone.")
 def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> None:
     """Points of a model that a distillation method can read: their names and shapes."""
+    from service.report.model_tables import points_table
+
     size = image_size or (32 if check_model_name(model).library == "ours" else 224)
     output().print(points_table(model, size, num_classes, every))
 

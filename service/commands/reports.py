@@ -8,7 +8,7 @@ from service.commands.options import DIR, RUNS_OR_URI, SET, is_given, print_all
 from service.commands.path_types import PathType, RunOrRecipe, RunPath, is_run_folder
 from service.config.experiment import load
 from service.runs.display import output
-from service.runs.run_directory import as_it_stands, reopen
+from service.runs.run_directory import reopen
 from service.runs.stored.stored_runs import run_folder
 from trainables.object_store.store import is_uri
 
@@ -22,17 +22,14 @@ HTML = PathType(path_type=Path, dir_okay=False)
 def report(directory: Path, html: Path | None, watch: bool) -> None:
     """Tables of a finished or running run or sweep, and one HTML page with figures: DIR/report.html."""
     from service.report.page import write_page
-    from service.report.terminal_tables import report_of
-    from service.report.watch import watch as follow
+    from service.report.records import records_of_run
+    from service.report.terminal import report_of
+    from service.report.terminal import watch as follow
 
     console = output()
-    if watch:
-        run_dir, result = follow(directory, console, html)
-    else:
-        _, run_dir, result = reopen(directory)
-        result = as_it_stands(run_dir, result)
-    print_all(console, report_of(result, run_dir))
-    click.echo(f"page: {write_page(run_dir, result, html)}")
+    records = follow(directory, console, html) if watch else records_of_run(directory)
+    print_all(console, report_of(records))
+    click.echo(f"page: {write_page(records, html)}")
 
 
 @click.command()
@@ -42,9 +39,9 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 def compare(a: Path, b: Path, html: Path | None) -> None:
     """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
     from service.report.compare import compare as run_compare
-    from service.report.comparison import comparison_lines, comparison_page
+    from service.report.compare import comparison_lines, comparison_page
     from service.report.document import write
-    from service.report.run_records import records_of_run
+    from service.report.records import records_of_run
 
     comparison = run_compare(records_of_run(a), records_of_run(b))
     print_all(output(), comparison_lines(comparison))
@@ -56,11 +53,14 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
 @click.command()
 @click.argument("directory_or_recipe", type=RunOrRecipe(), metavar="DIR_OR_RECIPE")
 @SET
+@click.option("--measure", is_flag=True, help="Time the steps again without loading, teacher or all-reduce: what each costs.")
 @RUNS_OR_URI
-def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> None:
+def doctor(directory_or_recipe: str, overrides: tuple[str, ...], measure: bool, root: Path) -> None:
     """Where a step's time goes and what to change: of a run or sweep by its records, of a recipe by a short timing run."""
     from service.doctor.read_run import read_run
     from service.doctor.terminal_lines import case_lines
+
+    measured = list[str]()
 
     if is_uri(directory_or_recipe):
         directory_or_recipe = str(run_folder(directory_or_recipe))
@@ -68,12 +68,16 @@ def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> 
     if is_run_folder(directory_or_recipe):
         if overrides:
             raise click.UsageError("--set: changes a recipe; the values of a run are in its experiment.yaml")
+        if measure:
+            raise click.UsageError("--measure: runs a recipe; give the recipe, or the run's experiment.yaml")
         if is_given("root"):
             raise click.UsageError("--runs: is for the timing run of a recipe; a run is read where it is")
         cases = read_run(*reopen(Path(directory_or_recipe)))
     else:
         resolved = load(directory_or_recipe, overrides)
+        from service.doctor.measure import measured_lines, parts_of
         from service.doctor.probe import probe
 
-        cases = probe(resolved, root)
-    print_all(output(), case_lines(cases))
+        cases, steps_ms = probe(resolved, root, parts_of(resolved.experiment) if measure else ())
+        measured = measured_lines(cases[0].evidence, steps_ms)
+    print_all(output(), [*case_lines(cases), *measured])

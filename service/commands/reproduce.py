@@ -13,7 +13,7 @@ from service.reproduce import terminal
 from service.reproduce.run_table import (
     Reproduction,
     cells,
-    check_same,
+    check_begun,
     prepare,
     run_sweeps,
     size_differences,
@@ -24,7 +24,6 @@ from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
 from service.runs.display import output
 from service.runs.run_directory import check_writable, new_run_dir
-from trainables.config import DataIdentity
 from trainables.errors import ClusterError, TrainingError
 
 
@@ -60,7 +59,7 @@ def reproduce(
     stem = f"reproduce-{Path(table).stem}"
     planned_out = out or root / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     job = Reproduction(published, request, sweeps, changed, planned_out.absolute(), root)
-    check_same(job)
+    check_begun(job)
     console = output()
     console.print(terminal.plan_grid(job))
     console.print(terminal.plan_line(job), soft_wrap=True)
@@ -71,23 +70,17 @@ def reproduce(
     data = prepare(job)
     out = new_run_dir(root, stem, out).root.absolute()
     job = replace(job, changed=(*changed, *size_differences(job)), out=out)
-    failed = run_cells(job, data, table)
-    print_results(job)
-    if failed:
-        raise TrainingError("\n".join(failed))
-
-
-def run_cells(job: Reproduction, data: DataIdentity | None, table: str) -> list[str]:
-    """Run what is left and write the result. Returns one line for each sweep that failed."""
     try:
         failed = run_sweeps(job, data, click.echo)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; repeat the command with --out {job.out} to continue", err=True)
+        click.echo(f"interrupted; repeat the command with --out {out} to continue", err=True)
         raise
     except RayLostError as error:
-        raise ClusterError(f"{error}; repeat the command with --out {job.out} to continue") from error
+        raise ClusterError(f"{error}; repeat the command with --out {out} to continue") from error
     click.echo(f"result: {write_table_result(job, table)}")
-    return failed
+    print_results(job)
+    if failed:
+        raise TrainingError("\n".join(failed))
 
 
 def print_results(job: Reproduction) -> None:

@@ -27,32 +27,26 @@ ACCEPT_NEW_DATA = click.option(
 )
 
 
-@click.command()
-@RECIPE
-@SET
-@OUT
-@CONTINUE
-@ACCEPT_NEW_DATA
-@RUNS_OR_URI
-def train(
-    recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, accept_new_data: bool, root: Path
-) -> None:
-    """Train the teacher if it has no weights, then distil the student."""
-    start_run("train", recipe_or_file, overrides, out, root, continues=continues, accept_new_data=accept_new_data)
+def begins(kind: Kind, help_text: str) -> click.Command:
+    """The command that begins a run of this kind."""
+
+    @click.command(kind, help=help_text)
+    @RECIPE
+    @SET
+    @OUT
+    @CONTINUE
+    @ACCEPT_NEW_DATA
+    @RUNS_OR_URI
+    def command(
+        recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, accept_new_data: bool, root: Path
+    ) -> None:
+        start_run(kind, recipe_or_file, overrides, out, root, continues=continues, accept_new_data=accept_new_data)
+
+    return command
 
 
-@click.command()
-@RECIPE
-@SET
-@OUT
-@CONTINUE
-@ACCEPT_NEW_DATA
-@RUNS_OR_URI
-def sweep(
-    recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, accept_new_data: bool, root: Path
-) -> None:
-    """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
-    start_run("sweep", recipe_or_file, overrides, out, root, continues=continues, accept_new_data=accept_new_data)
+train = begins("train", "Train the teacher if it has no weights, then distil the student.")
+sweep = begins("sweep", "Search over GPUs × batch × loader workers, or whatever sweep.space names.")
 
 
 @click.command()

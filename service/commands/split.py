@@ -17,7 +17,7 @@ def split(recipe_or_file: str, overrides: tuple[str, ...], stages: int | None) -
     \b
     Example:  distill split cifar100 --stages 2
     """
-    from service.report.split_table import split_parts, student_in_stages
+    from service.report.model_tables import split_parts, student_in_stages
 
     experiment = load(recipe_or_file, overrides, method_files="ignore").experiment
     print_all(output(), split_parts(student_in_stages(experiment, stages or max(2, experiment.scale.pipeline_stages))))

@@ -47,15 +47,24 @@ _VALID_VALUES = {
 
 
 class ConfigProblems(Exception):
-    """What is wrong with a configuration: pairs of a dotted key and a line about it. `text` is for the user."""
+    """What is wrong with a configuration: pairs of a dotted key, "" where it is a rule about several, and a line about it."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
         super().__init__("; ".join(line for _, line in problems))
         self.problems = tuple(problems)
 
     def text(self, where: str, sources: Mapping[str, str] | None = None) -> str:
-        """One line a problem, `MAX_LINES` at most; each begins with the source of its key, or else with `where`."""
-        lines = [f"{source_of_key(key, sources or {}, where)}: {line}" for key, line in self.problems]
+        """One line a problem, `MAX_LINES` at most; each begins with the source of its key, or else with `where`.
+
+        That of a rule is the first key in its line that is written in the file `where`.
+        """
+        sources = sources or {}
+        lines = []
+        for key, line in self.problems:
+            if not key:
+                named = re.findall(r"\b\w+(?:\.\w+)+", line)
+                key = next((each for each in named if sources.get(each, "").startswith(f"{where}:")), "")
+            lines.append(f"{source_of_key(key, sources, where)}: {line}")
         if len(lines) > MAX_LINES:
             lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
         return "\n".join(lines)

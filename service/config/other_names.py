@@ -2,7 +2,7 @@
 
 OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("student.pretrained", "student.checkpoint"), "student.weights"),
-    "assistants.pretrained": "an assistant is trained here: leave it out",
+    **dict.fromkeys(("assistants.pretrained", "assistants.weights"), "an assistant is trained here: leave it out"),
     "teachers.pretrained": "teachers.weights",
     "teacher.others": "write teachers, a list of all, in place of teacher",
     **dict.fromkeys(
@@ -29,6 +29,7 @@ OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("smoothing", "label_smoothing"), "train.label_smoothing"),
     "bce_loss": "write train.task_loss: bce",
     "bce_target_thresh": "train.bce_threshold",
+    **dict.fromkeys(("progressive_resizing", "data.progressive"), "train.progressive"),
     "grad_checkpointing": "train.gradient_checkpointing",
     **dict.fromkeys(("betas", "opt_betas"), "optim.args, such as {betas: [0.9, 0.999]}"),
     **dict.fromkeys(("eps", "opt_eps"), "optim.args, such as {eps: 1.0e-6}"),
@@ -56,7 +57,12 @@ OTHER_NAMES: dict[str, str] = {
     "workers": "data.loader_workers",
     **dict.fromkeys(("img_size", "input_size", "crop_size", "resolution"), "data.image_size"),
     "crop_pct": "write data.val_resize, which is data.image_size divided by crop_pct",
-    **dict.fromkeys(("aa", "auto_augment"), "data.device_augment.randaugment"),
+    **dict.fromkeys(("aug_repeats", "repeated_aug"), "data.repeats"),
+    **dict.fromkeys(
+        ("aa", "auto_augment", "randaugment", "data.device_augment.randaugment"),
+        "write data.device_augment.policy: {name: randaugment, num_ops: 2, magnitude: 9}, or for rand-m7-mstd0.5-inc1 "
+        "{name: randaugment_timm, magnitude: 7, magnitude_std: 0.5}",
+    ),
     **dict.fromkeys(("reprob", "random_erase"), "data.device_augment.random_erasing"),
     **dict.fromkeys(("data_path", "data.root", "data.dir", "data.train", "dataset"), "data.path"),
     **dict.fromkeys(("val_split", "validation_split", "val_ratio", "val_fraction", "val_size"), "data.val_share"),

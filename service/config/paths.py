@@ -62,22 +62,18 @@ def absolute_store(uri: str) -> str:
 
 PATHS: dict[str, Callable[[str], str]] = {
     "data.path": absolute,
-    "data.more": absolute,
+    "data.more.path": absolute,
     "data.stage": absolute_stage,
     "eval.path": absolute,
     "model": absolute_model,
-    "teacher.model": absolute_model,
-    "teacher.weights": absolute,
-    "teacher.classes": absolute,
-    "student.model": absolute_model,
-    "student.weights": absolute,
-    "teacher.cache": absolute_or_new,
-    "teachers": absolute,
-    "assistants": absolute,
+    **{f"{model}.model": absolute_model for model in ("student", "teacher", "teachers", "assistants")},
+    **{f"{model}.weights": absolute for model in ("student", "teacher", "teachers")},
+    **{f"{model}.classes": absolute for model in ("teacher", "teachers")},
+    **{f"{model}.cache": absolute_or_new for model in ("teacher", "teachers")},
     "distill.method": with_absolute_file,
     "tracking.uri": absolute_store,
 }
-"""The keys whose values are paths or have some."""
+"""The keys whose values are paths or have some, those in lists without an index."""
 
 
 def absolute_paths(tree: Mapping[str, Any], method: Callable[[str], str] = with_absolute_file) -> dict[str, Any]:
@@ -86,36 +82,24 @@ def absolute_paths(tree: Mapping[str, Any], method: Callable[[str], str] = with_
     `method`: what becomes of the name of a method, and of a model that is in a file.
     """
 
-    def model(name: str) -> str:
-        return method(name) if file_of(name) else absolute_model(name)
+    def change(key: str, text: str) -> str:
+        if key == "distill.method" or (file_of(text) and PATHS[key] is absolute_model):
+            return method(text)
+        return PATHS[key](text)
 
-    changes = {**PATHS, "distill.method": method, **dict.fromkeys(("model", "teacher.model", "student.model"), model)}
+    def changed(key: str, value: Any) -> Any:
+        inside = "" if key == "sweep.points" else f"{key}."  # a point has dotted keys of its own
+        match value:
+            case str() if key in PATHS:
+                return change(key, value)
+            case list() | tuple():
+                return [changed(key, each) for each in value]
+            case {**parts}:
+                return {name: changed(f"{inside}{name}", part) for name, part in parts.items()}
+        return value
+
     flat = flatten(tree)
     space = flat.pop("sweep.space", {})
     flat |= {f"sweep.space.{key}": values for key, values in space.items()} if isinstance(space, Mapping) else {}
-    found = {key: _with_absolute(changes, key.removeprefix("sweep.space."), value) for key, value in flat.items()}
+    found = {key: changed(key.removeprefix("sweep.space."), value) for key, value in flat.items()}
     return {key: value for key, value in found.items() if value != flat[key]}
-
-
-def _with_absolute(changes: Mapping[str, Callable[[str], str]], key: str, value: Any) -> Any:
-    """The value or values of a key."""
-    if key == "sweep.points" and isinstance(value, list):
-        return [_point(changes, point) if isinstance(point, Mapping) else point for point in value]
-    return _mapped(changes, key, value) if key in changes else value
-
-
-def _point(changes: Mapping[str, Callable[[str], str]], point: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _with_absolute(changes, key, value) for key, value in point.items()}
-
-
-def _mapped(changes: Mapping[str, Callable[[str], str]], key: str, value: Any) -> Any:
-    match value:
-        case str():
-            return changes[key](value)
-        case list() | tuple():
-            return [_mapped(changes, key, each) for each in value]
-        case {**parts}:  # a teacher of several, an assistant, a set of data.more
-            keys = {"model": "model", "path": "data.path"}
-            keys |= {name: f"teacher.{name}" for name in ("weights", "classes", "cache")}
-            return {name: _mapped(changes, keys[name], part) if name in keys else part for name, part in parts.items()}
-    return value

@@ -1,5 +1,5 @@
-"""Rules about an experiment: those that every job must keep (`trainables.rules`), those of the driver alone, and that its methods
-exist and have the options that are written.
+"""The rules of an experiment (`trainables.rules`) and what the driver alone can check: its stages, its sweep, and that its
+methods exist and have the options that are written.
 
 Importing this costs no torch. A method is loaded, and torch with it, only where its options or its needs decide.
 """
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from service.config.messages import SETTABLE, ConfigProblems, problems_of
 from service.config.schema import Experiment
-from service.config.sweep import OF_FEATURES, OF_LABELS, SweepConfig
+from service.config.sweep import OF_LABELS, SweepConfig
 from trainables.config import DistillConfig
 from trainables.config.models import ModelConfig
 from trainables.errors import ExperimentError
@@ -20,7 +20,6 @@ from trainables.rules import (
     METHOD_RULES,
     RULES,
     MethodNeeds,
-    MethodRule,
     Rule,
     first_problem,
     first_problem_of_methods,
@@ -52,22 +51,10 @@ def _next_evaluated(experiment: Experiment) -> int | None:
     return -(-grace // every) * every if experiment.sweep.policy == "asha" and grace % every else None
 
 
-_RULES: tuple[Rule[Experiment], ...] = (
-    (
-        lambda s: not s.all_teachers and s.assistants,
-        "assistants: they need a teacher: write teacher.model",
-    ),
+_RULES: tuple[Rule, ...] = (
     (
         lambda s: s.distill.teacher_dropping and (len(s.all_teachers) < 2 or s.assistants),
         "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave it out",
-    ),
-    (
-        lambda s: not s.data.labels and s.assistants,
-        "assistants: they learn labels too, and data.labels is false: leave them out",
-    ),
-    (
-        lambda s: s.data.labels and s.sweep.metric in OF_FEATURES,
-        "sweep.metric {s.sweep.metric} is measured of a student that learns no labels: write top1_pct, or data.labels: false",
     ),
     (
         lambda s: not s.data.labels and s.eval.path is None and s.sweep.metric in OF_LABELS,
@@ -84,19 +71,11 @@ _RULES: tuple[Rule[Experiment], ...] = (
         "optim.name: dot has one momentum for the labels and one for methods, and there are no methods: write sgd",
     ),
 )
-_METHOD_RULES: tuple[MethodRule[Experiment], ...] = (
-    (
-        lambda s, _: s.assistants,
-        lambda m, _: m.requires.reuses_classifier,
-        "distill.method: {m.key} gives each model the classifier of its teacher, and an assistant would have one that is not its"
-        " own: leave out assistants",
-    ),
-)
 
 
 def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
     """Refuse what does not go together, methods that do not exist, and options that they do not have. Raises ConfigProblems."""
-    if problem := first_problem(experiment, RULES) or first_problem(experiment, _RULES):
+    if problem := first_problem(experiment, (*RULES, *_RULES)):
         raise ConfigProblems([("", problem)])
     paths = [path for name in method_names(experiment) if (path := file_of(name)) is not None]
     if paths and (files == "ignore" or (files == "run if present" and not all(path.is_file() for path in paths))):
@@ -114,11 +93,11 @@ def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
 
     try:
         _check_options_of_all(experiment)
-        problem = first_problem_of_methods(methods, experiment, 0, (*METHOD_RULES, *_METHOD_RULES))
+        problem = first_problem_of_methods(methods, experiment, 0, METHOD_RULES)
         if not {"distill.method", "distill.task_weight"} & experiment.sweep.axes.keys():  # each point is checked
             problem = problem or labels_are_used(experiment, methods())
         if problem:
-            raise ConfigProblems([(problem.partition(":")[0], problem)])
+            raise ConfigProblems([("", problem)])
     except ExperimentError as error:
         raise ConfigProblems([(error.key, str(error))]) from error
 

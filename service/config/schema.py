@@ -37,6 +37,9 @@ class TrackingConfig(Section):
     uri: str | None = Field(None, description="an MLflow server or database; absent: the SQLite store of the runs' root")
     experiment: str = Field("raydistill", min_length=1, description="name of the MLflow experiment")
     log_model: bool = Field(True, description="log the student as an MLflow model")
+    register_model: str | None = Field(
+        None, pattern=r"^[^/:'\"]+$", description="a name in MLflow's model registry: the logged student is its next version"
+    )
 
 
 class Experiment(Section):
@@ -158,7 +161,7 @@ class Experiment(Section):
                 optim = optim.model_copy(update=rates)
             measures_noise = train.noise_scale or self.sweep.metric == TIME
             own_loss = {"task_loss": "cross_entropy", "label_smoothing": 0.0, "bce_threshold": None}
-            others = {"until_top1_pct": None, "until_s": None, "gradient_checkpointing": False}
+            others = {"until_top1_pct": None, "until_s": None, "gradient_checkpointing": False, "progressive": ()}
             train = train.model_copy(update={**own_loss, **others, "noise_scale": measures_noise})
         teachers, distill = dict[str, Any](), None
         if name != "teacher":

@@ -3,6 +3,7 @@ is one line."""
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import yaml
@@ -10,8 +11,8 @@ import yaml
 from trainables.errors import ExperimentError
 
 MAX_DEPTH = 50
-MAX_REPEATED = 10_000
-"""Most values that a document's aliases may repeat: nine lines can mean billions."""
+MAX_VALUES = 100_000
+"""Values of a document, those that its aliases repeat counted each time: nine lines can mean billions."""
 
 # YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, on, off, yes and no for booleans, 010 for eight, 1:30.5 for 90.5;
 # YAML 1.2 and every user take them for numbers, text (which a section's boolean still takes for what it means), ten and text.
@@ -29,10 +30,6 @@ class _DuplicateKeyError(yaml.MarkedYAMLError):
     """A key that is in one mapping twice: PyYAML would silently take the last."""
 
 
-class _TooManyAliasesError(Exception):
-    """Aliases that repeat more than `MAX_REPEATED` values."""
-
-
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -44,12 +41,6 @@ class _Loader(yaml.SafeLoader):
                 names.add(key.value)
                 if key.tag != f"{_TAG}merge":
                     key.tag = f"{_TAG}str"
-        return node
-
-    def get_single_node(self) -> yaml.Node | None:
-        node: yaml.Node | None = super().get_single_node()
-        if node is not None:
-            _check_size(node)
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -89,11 +80,10 @@ def parse_marked(text: str, where: str) -> tuple[Any, dict[str, str]]:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        return (None, {}) if node is None else (loader.construct_document(node), dict(_marks(node, where)))
-    except _TooManyAliasesError as error:
-        raise ExperimentError(
-            f"{where}: its aliases (`*name`) repeat more than {MAX_REPEATED} values: write out what is meant"
-        ) from error
+        marks = dict(islice(_marks(node, where), MAX_VALUES)) if node is not None else {}
+        if len(marks) == MAX_VALUES:
+            raise ExperimentError(f"{where}: its aliases (`*name`) repeat {MAX_VALUES:,} values: write out what is meant")
+        return None if node is None else loader.construct_document(node), marks
     except RecursionError as error:
         raise ExperimentError(f"{where}: nested more than {MAX_DEPTH} deep: an experiment needs three levels") from error
     except yaml.YAMLError as error:
@@ -107,7 +97,10 @@ def parse_marked(text: str, where: str) -> tuple[Any, dict[str, str]]:
         raise ExperimentError(f"{where}: a value is not of the kind that its tag (`!!int`, `!!bool`, …) names") from error
 
 
-def _marks(node: yaml.Node, where: str, name: str = "") -> Iterator[tuple[str, str]]:
+def _marks(node: yaml.Node, where: str, name: str = "", depth: int = 1) -> Iterator[tuple[str, str]]:
+    """Where each key and element is. Raises RecursionError: nested too deeply, as one that contains itself (`a: &a [*a]`) is."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
     parts: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         parts = [(f"{name}.{key.value}".lstrip("."), key, value) for key, value in node.value]
@@ -115,37 +108,9 @@ def _marks(node: yaml.Node, where: str, name: str = "") -> Iterator[tuple[str, s
         parts = [(f"{name}[{number}]", value, value) for number, value in enumerate(node.value)]
     for below, at, value in parts:
         yield below, f"{where}:{at.start_mark.line + 1}:{at.start_mark.column + 1}"
-        yield from _marks(value, where, below)
+        yield from _marks(value, where, below, depth + 1)
 
 
 def dump(value: Any) -> str:
     """YAML that `parse` reads back as the same value; keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
-
-
-def _check_size(root: yaml.Node) -> None:
-    """Look at every node once, however many aliases lead to it.
-
-    Raises:
-        RecursionError: it is nested too deeply, as one that contains itself (`a: &a [*a]`) is.
-        _TooManyAliasesError: see there.
-    """
-    sizes: dict[int, tuple[int, int]] = {}  # of the nodes that were looked at: values below, aliases expanded, and levels
-
-    def look(node: yaml.Node, depth: int) -> tuple[int, int]:
-        if depth > MAX_DEPTH:
-            raise RecursionError
-        if id(node) not in sizes:
-            parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-            if isinstance(node, yaml.MappingNode):
-                parts = [part for pair in node.value for part in pair]
-            below = [look(part, depth + 1) for part in parts]
-            sizes[id(node)] = 1 + sum(size for size, _ in below), 1 + max((levels for _, levels in below), default=0)
-        size, levels = sizes[id(node)]
-        if depth + levels - 1 > MAX_DEPTH:
-            raise RecursionError
-        return size, levels
-
-    size, _ = look(root, 0)
-    if size - len(sizes) > MAX_REPEATED:
-        raise _TooManyAliasesError

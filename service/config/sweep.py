@@ -98,12 +98,6 @@ class SweepConfig(Section):
         return "min" if self.metric in MINIMIZED or self.metric.endswith(("_ms", "_mib", "_w", "_c")) else "max"
 
     @model_validator(mode="after")
-    def _points_are_all(self) -> Self:
-        if self.points and (self.space or self.policy != "grid"):
-            raise ValueError("points are all that is tried: set space to {} and policy to grid, or leave out points")
-        return self
-
-    @model_validator(mode="after")
     def _metric_exists(self) -> Self:
         known = (*SPEEDS, *ACCURACIES, TIME, *([FRONT] if self.policy == "guided" else []))
         if self.metric not in known and not re.match(r"(phase|rank\d+|node\d+)/.", self.metric):
@@ -113,10 +107,6 @@ class SweepConfig(Section):
             raise ValueError(
                 f"policy guided looks for speed or cost, not {self.metric}: set metric to one of {', '.join(GUIDED)}"
             )
-        if self.budget_grid_share is not None and self.budget_gpu_h is not None:
-            raise ValueError("budget_grid_share and budget_gpu_h both bound the search: leave out one of them")
-        if (self.metric == TIME) is not (self.target_pct is not None):
-            raise ValueError(f"metric {TIME} and target_pct, the accuracy to reach, go together: set both or neither")
         if self.metric == TIME and self.policy != "guided" and self.steps is not None:
             raise ValueError(f"metric {TIME} lets trials train to the target: leave out steps, or set policy to guided")
         if self.steps is not None and (self.metric in ACCURACIES or self.policy == "asha"):

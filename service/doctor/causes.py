@@ -110,11 +110,6 @@ def supply_is_all(e: Evidence) -> Effect:
     return Effect(supply_ms=e.supply_ms, beyond_ms=late_ms(e))
 
 
-def copy_effect(e: Evidence) -> Effect:
-    """A copy to a GPU runs during the step before. Without one it is a part of the step."""
-    return Effect(copy_ms=e.copy_ms) if e.on_gpu else Effect(work_ms=e.typical.h2d_ms)
-
-
 # Ranks, pipeline stages, teacher
 
 
@@ -148,25 +143,10 @@ def uneven_stages(e: Evidence) -> str:
 def cheaper_teacher(e: Evidence) -> str:
     bf16 = "--set precision=bf16, " if e.precision == "fp32" and e.gpus else ""
     cache = "--set teacher.cache=FOLDER (shared by all nodes), which keeps its outputs for all epochs, trials and later runs"
-    return f"{bf16}a smaller teacher (--set teacher.model=…), or {cache}; or, {service_advice(e)}"
-
-
-def service_advice(e: Evidence) -> str:
-    """How many actors hide the teacher, and for how many students that pays.
-
-    A step of a worker is t of the teacher and s of all else; k students run side by side on n workers each, with the same images.
-    m = ⌈n·t/s⌉ actors compute each image once for all and steps take s. With their GPUs (or cores) as workers that lose nothing,
-    steps would take (s + t)·k·n/(k·n + m). The service pays where s is less: for k > m·s/(n·t), never for k = 1.
-    """
-    teacher_ms = e.num_workers * e.typical.teacher_ms
-    rest_ms = max(e.step_ms - e.typical.teacher_ms, 1e-9)
-    actors = enough_actors(teacher_ms, rest_ms)
-    students = math.floor(actors * rest_ms / teacher_ms + 1e-9) + 1
-    return (
-        f"with {students} or more students side by side (sweep.max_concurrent), --set teacher.service={actors}, whose "
-        f"{actors} {'GPU' if e.on_gpu else 'core'}{'s' if actors > 1 else ''} compute the teacher once for all of them; one "
-        "student alone gains more from as many workers"
-    )
+    rest_ms = e.step_ms - e.typical.teacher_ms
+    actors = enough_actors(e.num_workers * e.typical.teacher_ms, rest_ms)
+    service = f"for several students side by side (sweep.max_concurrent), --set teacher.service={actors}, which computes it once"
+    return f"{bf16}a smaller teacher (--set teacher.model=…), or {cache}; or, {service} for all of them"
 
 
 def enough_actors(teacher_ms: float, rest_ms: float) -> int:
@@ -232,7 +212,7 @@ ROWS = (
         lambda e: is_loading(e) and not e.swaps,
         lambda e: supplied(e, e.loader.storage_ms),
         lambda e: thread_text(e, e.loader.storage_ms, "waiting for the disk or the network"),
-        lambda e: f"distill pack, --set data.stage=ram or data.cache=memory, or read more at a time: {more_threads(e)}",
+        lambda e: f"distill pack, --set data.stage=ram, or read more at a time: {more_threads(e)}",
     ),
     Row("decode-bound", is_loading, lambda e: supplied(e, e.loader.decode_ms), decoding, faster_decoding),
     Row(
@@ -247,7 +227,7 @@ ROWS = (
         lambda e: e.swaps,
         lambda e: supplied(e, e.loader.blocked_ms) if e.loader.is_recorded else supply_is_all(e),
         swapping,
-        lambda e: "free memory: fewer data.loader_workers, data.stage=none, data.cache=none, or other programs there (free -h)",
+        lambda e: "free memory: fewer data.loader_workers, data.stage=none, or other programs there (free -h)",
     ),
     Row(
         "late batches",
@@ -264,18 +244,18 @@ ROWS = (
         lambda e: f"run distill doctor {'on a new run' if e.has_ended else 'then'} (a short one: --set train.max_steps=100)",
     ),
     Row(
-        "device decode",
-        lambda e: e.decodes_on_device,
-        copy_effect,
-        lambda e: f"{e.typical.h2d_ms:.1f} of a step's {e.step_ms:.1f} ms wait for images that the GPU decodes",
-        lambda e: "--set data.decoder=auto, which decodes on the CPU, or distill pack --raw",
-    ),
-    Row(
         "copy-bound",
-        lambda e: not e.decodes_on_device,
-        copy_effect,
-        lambda e: f"{e.typical.h2d_ms:.1f} of a step's {e.step_ms:.1f} ms wait for the batch's copy to the device",
-        lambda e: "check the GPU's PCIe link (nvidia-smi -q -d PCIE) and who else copies there, or lower data.image_size",
+        lambda e: True,
+        lambda e: Effect(copy_ms=e.copy_ms) if e.on_gpu else Effect(work_ms=e.typical.h2d_ms),
+        lambda e: (
+            f"{e.typical.h2d_ms:.1f} of a step's {e.step_ms:.1f} ms wait for "
+            f"{'images that the GPU decodes' if e.decodes_on_device else 'the copy of the batch to the device'}"
+        ),
+        lambda e: (
+            "--set data.decoder=auto, which decodes on the CPU, or distill pack --raw"
+            if e.decodes_on_device
+            else "check the GPU's PCIe link (nvidia-smi -q -d PCIE) and who else copies there, or lower data.image_size"
+        ),
     ),
     Row(
         "uneven ranks",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from operator import methodcaller
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -33,37 +32,33 @@ class ThrottledGpu(NamedTuple):
 def is_throttled(gpu: GpuUse) -> bool:
     """Whether its clock is lowered because of heat or power supply, more than now and then."""
     often = gpu.throttled_pct is None or gpu.throttled_pct >= MIN_THROTTLED_PCT
-    return bool(gpu.throttle_reasons & SLOWING_REASONS) and often
+    return bool(int(gpu.throttle_reasons) & SLOWING_REASONS) and often
 
 
 def throttled_gpu(e: Evidence) -> ThrottledGpu | None:
-    """The GPU that is furthest below its clock and hot, in the last epoch, or all the time.
+    """The GPU that is furthest below its clock and throttled or hot, in the last epoch, or all the time.
 
-    What it could have is what it had in the fastest epoch. Where it never had more, what GPUs of the same kind have that are
-    not throttled, or else the most that this kind can have.
+    What it could have is what it had while it was not throttled, else what GPUs of the same kind have that are not, else the
+    highest clock of this kind.
     """
-    now = e.epochs[-1].gpus if e.epochs else e.gpus
-    fastest = {gpu.name: gpu for gpu in fastest_epoch(e).gpus} if e.epochs else {}
+    epochs = [epoch.gpus for epoch in e.epochs] or [e.gpus]
     # The part of a step that goes with the clock: kernels that are not hidden behind the host's launching, of which as much is
     # taken to be hidden as GPUs are idle.
     kernels_share = (e.work_ms - (e.exposed_ms or 0.0)) * (1 - e.idle_share) ** 2 / e.step_ms
     found = []
-    for gpu in now:
-        if gpu.sm_clock_mhz is None or not (is_throttled(gpu) or (gpu.temperature_c or 0.0) >= HOT_C):
+    for gpu in epochs[-1]:
+        if not gpu.sm_clock_mhz or not (is_throttled(gpu) or (gpu.temperature_c or 0.0) >= HOT_C):
             continue
-        before = fastest.get(gpu.name, gpu)
-        if before.sm_clock_mhz and gpu.sm_clock_mhz < before.sm_clock_mhz and not is_throttled(before):
-            reference_mhz, since_start = before.sm_clock_mhz, False
-        elif is_throttled(before) and is_throttled(gpu):
-            same_kind = [one for one in now if one.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz and not is_throttled(one)]
-            reference_mhz = max((one.sm_clock_mhz or 0.0 for one in same_kind), default=gpu.sm_clock_limit_mhz or 0.0)
-            since_start = True
-        else:
-            continue
-        by_epoch = [{one.name: one.sm_clock_mhz for one in epoch.gpus} for epoch in e.epochs] or [{gpu.name: gpu.sm_clock_mhz}]
-        clocks_mhz = [clocks.get(gpu.name) or reference_mhz for clocks in by_epoch]  # no loss where an epoch has no record of it
-        lost = (max(0.0, 1 - clock_mhz / reference_mhz) if reference_mhz else 0.0 for clock_mhz in clocks_mhz)
-        found.append(ThrottledGpu(gpu, reference_mhz, since_start, tuple(kernels_share * part for part in lost)))
+        history = [next((one for one in gpus if one.name == gpu.name), None) for gpus in epochs]
+        free_mhz = [one.sm_clock_mhz or 0.0 for one in history if one is not None and not is_throttled(one)]
+        alike = [one for one in epochs[-1] if one.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz and not is_throttled(one)]
+        others_mhz = [one.sm_clock_mhz or 0.0 for one in alike] or [gpu.sm_clock_limit_mhz or 0.0]
+        reference_mhz = max(free_mhz or others_mhz)
+        # No loss where an epoch has no record of the clock.
+        clocks_mhz = [(one and one.sm_clock_mhz) or reference_mhz for one in history]
+        lost = [kernels_share * max(0.0, 1 - mhz / reference_mhz) if reference_mhz else 0.0 for mhz in clocks_mhz]
+        if lost[-1]:
+            found.append(ThrottledGpu(gpu, reference_mhz, not free_mhz, tuple(lost)))
     return max(found, key=lambda one: one.lost[-1], default=None)
 
 
@@ -76,13 +71,13 @@ def thermal_throttling(e: Evidence) -> Cause | None:
     one = throttled_gpu(e)
     if one is None:
         return None
-    gpu, heat = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
-    reasons = decode_throttle(SLOWING_REASONS & gpu.throttle_reasons)
-    why = f"{heat} ({', '.join(reasons)})" if reasons else heat
-    if one.since_start:
-        sentence = f"the clock of {gpu.name} is {gpu.sm_clock_mhz:,.0f} of {one.reference_mhz:,.0f} MHz all the time{why}"
-    else:
-        first_s, last_s = ((e.steps_per_epoch or 1) * epoch.step_ms / 1e3 for epoch in (fastest_epoch(e), e.epochs[-1]))
+    gpu, why = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
+    if reasons := decode_throttle(SLOWING_REASONS & int(gpu.throttle_reasons)):
+        why += f" ({', '.join(reasons)})"
+    sentence = f"the clock of {gpu.name} is {gpu.sm_clock_mhz:,.0f} of {one.reference_mhz:,.0f} MHz all the time{why}"
+    if not one.since_start:
+        fastest_ms = min(epoch.step_ms for epoch in e.epochs)
+        first_s, last_s = ((e.steps_per_epoch or 1) * ms / 1e3 for ms in (fastest_ms, e.epochs[-1].step_ms))
         sentence = (
             f"an epoch's steps grew from {first_s:.1f} to {last_s:.1f} s while the clock of {gpu.name} fell from "
             f"{one.reference_mhz:,.0f} to {gpu.sm_clock_mhz:,.0f} MHz{why}"
@@ -111,25 +106,21 @@ def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Se
     lost = lost or [0.0] * len(epochs)
     fair_ms = [of(epoch) * (1 - part) for epoch, part in zip(epochs, lost, strict=True)]
     late = last_third(epochs)
-    fast = sorted(zip(fair_ms, epochs, strict=True), key=lambda pair: pair[0])[: len(late)]
-    fast_ms, late_ms = median(ms for ms, _ in fast), median(last_third(fair_ms))
+    fast = [epochs[index] for index in sorted(range(len(epochs)), key=fair_ms.__getitem__)[: len(late)]]
+    fast_ms, late_ms = median(sorted(fair_ms)[: len(late)]), median(last_third(fair_ms))
     differences = [abs(after - before) for before, after in pairwise(fair_ms)]
     if late_ms - fast_ms < max(SURE * median(differences), MIN_GAIN_PCT / 100 * median(epoch.step_ms for epoch in late)):
         return None
 
     def longer_ms(phase: str) -> float:
-        return fmean(epoch.phase_ms(phase) for epoch in late) - fmean(epoch.phase_ms(phase) for _, epoch in fast)
+        return fmean(epoch.phase_ms(phase) for epoch in late) - fmean(epoch.phase_ms(phase) for epoch in fast)
 
     return Growth(
-        fast_ms=median(of(epoch) for _, epoch in fast),
+        fast_ms=median(map(of, fast)),
         late_ms=median(map(of, late)),
         more_ms=max(0.0, fmean(of(epoch) - fast_ms / (1 - part) for epoch, part in zip(late, last_third(lost), strict=True))),
         phase=max(late[-1].phases_ms, key=longer_ms, default=""),
     )
-
-
-def fastest_epoch(e: Evidence) -> EpochUse:
-    return min(e.epochs, key=lambda epoch: epoch.step_ms)
 
 
 def computing_ms(epoch: EpochUse) -> float:
@@ -149,27 +140,27 @@ def as_in_last_third(e: Evidence) -> Evidence:
     """
     if growth(e.epochs, computing_ms) is None and growth(e.epochs, data_ms) is None:
         return e
+    steps = [{**epoch.phases_ms, "step": epoch.step_ms} for epoch in e.epochs]
 
-    def times(of: Callable[[EpochUse], float]) -> float:
-        whole = fmean(map(of, e.epochs))
-        return fmean(map(of, last_third(e.epochs))) / whole if whole else 1.0
+    def grown_by(phase: str) -> float:
+        by_epoch = [step.get(phase, 0.0) for step in steps]
+        return fmean(last_third(by_epoch)) / fmean(by_epoch) if any(by_epoch) else 1.0
 
-    step = times(lambda epoch: epoch.step_ms)
-    grown_by = {f"{phase}_ms": times(methodcaller("phase_ms", phase)) for phase in ALL_PHASES}
-    grown_by |= {"step_ms": step, "loader_wait_ms": grown_by["data_ms"]}
-    grown_by |= dict.fromkeys(("waits_for_ranks_ms", "allreduce_wait_ms"), grown_by["backward_ms"])
+    parts = {f"{phase}_ms": phase for phase in (*ALL_PHASES, "step")}
+    parts |= {"loader_wait_ms": "data", "waits_for_ranks_ms": "backward", "allreduce_wait_ms": "backward"}
 
     def grown(rank: RankTimes) -> RankTimes:
-        return replace(rank, **{name: ms * more for name, more in grown_by.items() if (ms := getattr(rank, name)) is not None})
+        known = {name: ms for name in parts if (ms := getattr(rank, name)) is not None}
+        return replace(rank, **{name: ms * grown_by(parts[name]) for name, ms in known.items()})
 
-    return replace(e, ranks=tuple(map(grown, e.ranks)), clock=replace(e.clock, train_s=e.clock.train_s * step))
+    clock = replace(e.clock, train_s=e.clock.train_s * grown_by("step"))
+    return replace(e, ranks=tuple(map(grown, e.ranks)), clock=clock)
 
 
 def slowdown(e: Evidence) -> Cause | None:
     """What steps compute, or their wait for images, grew in the course of the run by more than the clocks did: T' = T - that.
 
-    Nothing of it can be fixed in the experiment; it is named with what to look at. The growth has to stand out of what epochs
-    differ by, and to be there in the last third of them.
+    Nothing of it can be fixed in the experiment; it is named with what to look at.
     """
     one = throttled_gpu(e)
     lost = one.lost if one is not None and not one.since_start else ()
@@ -178,13 +169,13 @@ def slowdown(e: Evidence) -> Cause | None:
     if grown is None:
         return None
     part_ms = grown.more_ms / fmean(epoch.step_ms for epoch in last_third(e.epochs)) * e.step_ms
-    clocks = f"; lower clocks cost {100 * lost[-1]:.0f}% of a step, the rest has another cause" if lost and lost[-1] else ""
-    most = f", most of it in {grown.phase}" if grown.phase else ""
+    clocks = f"; lower clocks cost {100 * lost[-1]:.0f}% of a step, the rest has another cause" if lost else ""
     where = "who else uses these GPUs (nvidia-smi)" if e.on_gpu else "who else uses these cores (top)"
     return Cause(
         "slowdown",
         f"what an epoch's steps {'compute' if computing else 'wait for images'} grew from {grown.fast_ms * steps / 1e3:.1f} to "
-        f"{grown.late_ms * steps / 1e3:.1f} s{most}{clocks}: perhaps another job on the node; no record shows which",
+        f"{grown.late_ms * steps / 1e3:.1f} s{f', most of it in {grown.phase}' if grown.phase else ''}{clocks}: perhaps another "
+        "job on the node; no record shows which",
         f"check {where if computing else 'the disk, the network and the cores that the loader shares'} while it lasts, then "
         "measure again",
         Effect(work_ms=part_ms) if computing else Effect(supply_ms=part_ms, beyond_ms=part_ms),

@@ -1,7 +1,6 @@
 """From a run directory's records to evidence."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from statistics import fmean, median_low
@@ -51,17 +50,14 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Rec
 
 
 def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
-    """Why there is nothing to read: what became of a sweep's trials or a run's stages, or that none has come so far."""
+    """Why there is nothing to read: no trial or stage has ended yet, or the first reason of one that has."""
     run = display_name(run_dir.root)
     parts: Sequence[Outcome] = result.rows if result.kind == "sweep" else result.stages
     over = [part for part in parts if part.status not in ("running", "pending", "untested")]
     if not over:
         return f"{run}: no step has been timed yet: wait for its first, or see distill report {run}"
-    counts = Counter(part.status for part in over)
-    counted = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    what = "trials" if result.kind == "sweep" else "stages"
-    reason = next((f"; the first reason: {part.reason}" for part in over if part.reason), "")
-    return f"{run}: no step was timed in its {what} ({counted}){reason}; see distill report {run}"
+    reason = next((f" ({part.status}: {part.reason})" for part in over if part.reason), "")
+    return f"{run}: no step was timed{reason}; see distill report {run}"
 
 
 def _trial(resolved: Resolved, log: RunLog, row: TrialRow) -> Recording:
@@ -105,6 +101,7 @@ def evidence_of(
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
     evaluated = [line["metrics"]["val/num_images"] for line in lines if "val/num_images" in line["metrics"]]
     samples, epochs = start.get("samples_per_epoch"), _epochs(lines)
+    numbers = sorted({int(match[1]) for name in metrics if (match := re.match(r"node(\d+)/", name))})
     return Evidence(
         global_batch=experiment.data.global_batch_size,
         ranks=_ranks(metrics, num_workers),
@@ -117,10 +114,10 @@ def evidence_of(
         loader=loader_costs(metrics),
         copy_batch_ms=metrics.get("loader/copy_ms"),
         one_image_ms=metrics.get("one_image_ms"),
-        passes_ms=passes_ms(metrics),
+        passes_ms=_numbered(metrics, r"passes/(\d+)_images_ms"),
         out_of_memory_images=metrics.get("passes/out_of_memory_images"),
-        nodes=_nodes(metrics),
-        rank_nodes=_rank_nodes(metrics, num_workers),
+        nodes=tuple(NodeUse(**recorded(NodeUse, metrics, f"node{number}/")) for number in numbers),
+        rank_nodes=tuple(map(int, _numbered(metrics, r"rank(\d+)/node").values())),
         gpus=_gpus(metrics),
         peak_memory_mib=metrics.get("peak_memory_mib"),
         gpu_memory_mib=metrics.get("gpu_memory_mib"),
@@ -130,7 +127,7 @@ def evidence_of(
         evaluate_every=experiment.train.evaluate_every,
         has_ended="steps" in metrics,  # as in a summary, and in no line before it
         compile=experiment.train.compile,
-        clock=_clock(metrics) if epochs else Clock(),
+        clock=Clock(**recorded(Clock, metrics, "")) if epochs else Clock(),
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
         pipeline_stages=int(start.get("pipeline_stages", experiment.scale.pipeline_stages)),
@@ -148,38 +145,23 @@ def loader_costs(metrics: Metrics) -> LoaderCosts:
     if len(known) < len(fields(LoaderCosts)):
         return LoaderCosts()
     costs = LoaderCosts(**known)
-    batches_ms = [ms for name, ms in metrics.items() if re.fullmatch(r"rank\d+/loader_batch_ms", name)]
-    if not batches_ms or not fmean(batches_ms):
+    batches_ms = _numbered(metrics, r"rank(\d+)/loader_batch_ms").values()
+    if not any(batches_ms):
         return costs
     more_ms = costs.image_ms * max(0.0, 1 - median_low(batches_ms) / fmean(batches_ms))
     waits_ms = min(more_ms, costs.read_wait_ms)
     return replace(costs, image_ms=costs.image_ms - waits_ms, read_wait_ms=costs.read_wait_ms - waits_ms)
 
 
-def passes_ms(metrics: Metrics) -> dict[int, float]:
-    """By number of images."""
-    timed = ((re.fullmatch(r"passes/(\d+)_images_ms", name), ms) for name, ms in metrics.items())
-    return {int(match[1]): ms for match, ms in timed if match}
+def _numbered(metrics: Metrics, name: str) -> dict[int, float]:
+    """The metrics whose name matches, by the number in it, in order."""
+    found = ((re.fullmatch(name, each), value) for each, value in metrics.items())
+    return dict(sorted((int(match[1]), value) for match, value in found if match))
 
 
 def recorded(kind: type[Any], metrics: Metrics, prefix: str) -> dict[str, Any]:
     """Those of a dataclass's numbers that are recorded, named as its fields are behind a prefix."""
     return {one.name: metrics[prefix + one.name] for one in fields(kind) if prefix + one.name in metrics}
-
-
-def _clock(metrics: Metrics) -> Clock:
-    return Clock(**recorded(Clock, metrics, ""))
-
-
-def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:
-    numbers = sorted({int(match[1]) for name in metrics if (match := re.match(r"node(\d+)/", name))})
-    return tuple(NodeUse(**recorded(NodeUse, metrics, f"node{number}/")) for number in numbers)
-
-
-def _rank_nodes(metrics: Metrics, num_workers: int) -> tuple[int, ...]:
-    """Each rank's node; () where it is not recorded."""
-    nodes = [metrics[name] for rank in range(num_workers) if (name := f"rank{rank}/node") in metrics]
-    return tuple(map(int, nodes)) if len(nodes) == num_workers else ()
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
@@ -197,8 +179,7 @@ def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
 
 def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:
     names = sorted({match[0] for name in metrics if (match := re.match(r"node\d+/gpu\d+(?=/)", name))})
-    reasons = {name: {"throttle_reasons": int(metrics.get(f"{name}/throttle_reasons", 0))} for name in names}
-    return tuple(GpuUse(name, **recorded(GpuUse, metrics, f"{name}/") | reasons[name]) for name in names)
+    return tuple(GpuUse(name, **recorded(GpuUse, metrics, f"{name}/")) for name in names)
 
 
 def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:

@@ -78,7 +78,7 @@ class GpuUse:
     temperature_c: float | None = None
     sm_clock_mhz: float | None = None
     sm_clock_limit_mhz: float | None = None  # the highest clock that this kind of GPU has
-    throttle_reasons: int = 0  # every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`
+    throttle_reasons: float = 0.0  # every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`
     throttled_pct: float | None = None  # the part of the time in which heat or power supply lowered the clock
 
 

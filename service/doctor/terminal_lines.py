@@ -7,7 +7,7 @@ from service.doctor.causes import findings
 from service.doctor.evidence import MIN_GAIN_PCT, Evidence
 from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
-from service.report.phase_shares import shares_text
+from service.report.labels import shares_text
 from trainables.metrics.phases import ALL_PHASES
 
 HEALTHY = f"nothing to gain over {MIN_GAIN_PCT:g}%"
@@ -55,13 +55,6 @@ def remarks(e: Evidence) -> list[str]:
         parts["the rest"] = clock.other_s + clock.timing_s
         shares = ", ".join(f"{name} {100 * part_s / clock.wall_s:.0f}%" for name, part_s in parts.items())
         lines.append(f"of {clock.wall_s:.1f} s by the clock: {shares}")
-    waits = sorted((ms, rank) for rank, one in enumerate(e.ranks) if (ms := one.waits_for_ranks_ms) is not None)
-    if waits and waits[-1][0] - waits[0][0] > MIN_GAIN_PCT / 100 * e.step_ms:
-        (late_ms, late), (early_ms, early) = waits[0], waits[-1]
-        lines.append(
-            f"ranks wait for each other: rank {early} longest, {early_ms:.1f} ms of a step (it is early), "
-            f"rank {late} least, {late_ms:.1f} ms (others wait for it)"
-        )
     if e.swaps:
         lines.append(f"a node reads {e.swap_mib_per_s:.0f} MiB/s from swap space: its memory is full")
     if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:

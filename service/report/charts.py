@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from plotly import express
 from plotly.graph_objects import Figure as Plot
 
-from service.report.labels import number
+from service.report.labels import DIGITS, number
 from service.report.table import Table
+from trainables.metrics.phases import ALL_PHASES
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8F98"
 PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MAX_SERIES = len(PALETTE)
+PHASE_COLORS = dict(zip(ALL_PHASES, (VERMILION, "#F0E442", SKY, BLUE, GREEN, PURPLE, ORANGE, "#000000", GREY), strict=True))
 
 
 @dataclass(frozen=True)
@@ -34,46 +35,24 @@ class Figure:
     caption: str  # how to read it, and what it shows
     plot: Plot
     numbers: Table
-    height: int = 380
-
-    @property
-    def alternative(self) -> str:
-        """In place of the picture."""
-        return f"{self.title}. {self.caption} The numbers are in the table below the figure."
-
-    @property
-    def traces(self) -> list[dict[str, Any]]:
-        """As plotly.js takes them, arrays as lists."""
-        return [_listed(trace.to_plotly_json()) for trace in self.plot.data]
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        found: dict[str, Any] = _listed(self.plot.layout.to_plotly_json())
-        return found
+    height: int
 
 
-def _listed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _listed(item) for key, item in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
+def figure(id: str, title: str, caption: str, plot: Plot, frame: pd.DataFrame, height: int = 380) -> Figure:
+    """`frame`: the numbers, a row each."""
+    return Figure(id, title, caption, plot, table_of(frame, f"Numbers of: {title}"), height)
 
 
-def figure(
-    id: str, title: str, caption: str, plot: Plot, frame: pd.DataFrame, digits: Mapping[str, int] | None = None, height: int = 380
-) -> Figure:
-    """`frame`: the numbers, a row each; `digits` of a column other than 2."""
-    return Figure(id, title, caption, plot, table_of(frame, f"Numbers of: {title}", digits or {}), height)
-
-
-def table_of(frame: pd.DataFrame, title: str, digits: Mapping[str, int], caption: str = "") -> Table:
+def table_of(frame: pd.DataFrame, title: str) -> Table:
     """A row of text for each row of a frame; a dash for what is missing."""
-    left = [str(name) for name in frame.columns if frame[name].map(type).isin([str]).any()]
 
     def cell(name: str, value: Any) -> str:
-        return value if isinstance(value, str) else str(value) if isinstance(value, int) else number(value, digits.get(name, 2))
+        return str(value) if isinstance(value, str | int) else number(value, DIGITS.get(name, 2))
 
-    columns = [[cell(str(name), value) for value in frame[name].tolist()] for name in frame.columns]
-    return Table(title, list(map(str, frame.columns)), list(zip(*columns, strict=True)), caption, left=left)
+    heads = list(map(str, frame.columns))
+    columns = [[cell(name, value) for value in frame[name].tolist()] for name in heads]
+    left = [name for name in heads if frame[name].map(type).isin([str]).any()]
+    return Table(title, heads, list(zip(*columns, strict=True)), left=left)
 
 
 def escaped(value: Any) -> Any:
@@ -119,21 +98,27 @@ def draw(
     return plot
 
 
-def add_band(plot: Plot, color: str, xs: Sequence[Any], low: Sequence[float], high: Sequence[float], group: str = "") -> None:
-    """An area between two lines, behind them and without a name of its own."""
-    red, green, blue = (int(color[index : index + 2], 16) for index in (1, 3, 5))
+def add_band(plot: Plot, color: str, frame: pd.DataFrame, columns: Sequence[str], group: str = "") -> None:
+    """An area over the first of three columns, between the others, behind the lines and without a name of its own."""
+    xs, low, high = (frame[name].tolist() for name in columns)
     plot.add_scatter(
         x=[*xs, *reversed(xs)],
         y=[*high, *reversed(low)],
         mode="lines",
         fill="toself",
-        fillcolor=f"rgba({red},{green},{blue},0.15)",
+        fillcolor=f"{color}26",
         line_width=0,
         hoverinfo="skip",
         showlegend=False,
         legendgroup=escaped(group),
     )
     plot.data = [plot.data[-1], *plot.data[:-1]]
+
+
+def reference_line(plot: Plot, y: float, text: str) -> None:
+    """A dotted line across, with its meaning."""
+    line = {"color": GREY, "dash": "dot", "width": 2}
+    plot.add_hline(y=y, line=line, annotation_text=text, annotation_position="top right")
 
 
 def mark_ticks(plot: Plot, values: Collection[float]) -> None:

@@ -1,49 +1,26 @@
-"""Two sweeps (or runs) side by side: the best of each, the speed at every point that both have, and what else differs.
-
-Shapes: M common points.
-"""
+"""Two sweeps (or runs) side by side: the best of each, the speed at every point that both have, and what else differs."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from plotly import express
 
-from service.config.space import GLOBAL_BATCH, SCALE_AXES
+from service.config.space import SCALE_AXES
 from service.report import labels as names
-from service.report.run_records import Records, Row, ran
+from service.report.charts import BLUE, GREEN, GREY, VERMILION, Figure, draw, figure, reference_line, table_of
+from service.report.document import Page
+from service.report.records import Records, Row, axes, ran
 from service.report.statistics import LEVEL, holm, paired_t_test
-from service.runs.result import TrialRow, TrialScale
+from service.report.table import Table
+from service.report.winner import won
 from service.search.rows import probes
 
-
-@dataclass(frozen=True)
-class CommonPoint:
-    """One point that both have run."""
-
-    point: Mapping[str, Any]
-    a: Row
-    b: Row
-    beyond_noise: bool | None = None  # None: the steps' spread of one of them is not known
-
-    @property
-    def ratio(self) -> float:
-        """Speed of B over speed of A."""
-        return float(self.b.metrics["images_per_s"] / self.a.metrics["images_per_s"])
-
-    @property
-    def error(self) -> float | None:
-        """Relative standard error of the ratio."""
-        errors = [row.error for row in (self.a, self.b)]
-        return None if None in errors else math.hypot(*(float(error or 0.0) for error in errors))
-
-    @property
-    def p_value(self) -> float | None:
-        """Probability of a ratio so far from 1 if both were equally fast (two-sided, normal)."""
-        if self.error is None:
-            return None
-        return math.erfc(abs(math.log(self.ratio)) / max(self.error, 1e-9) / math.sqrt(2))
+RATIO = "B ÷ A"
+COLORS = {"B faster": GREEN, "within noise": BLUE, "B slower": VERMILION, "spread unknown": GREY}
 
 
 @dataclass(frozen=True)
@@ -53,76 +30,73 @@ class Comparison:
     a: Records
     b: Records
     keys: list[str]  # of a point
-    pairs: list[CommonPoint]
-    differences: list[tuple[str, Any, Any]]  # of the experiments: key, A's, B's
+    points: pd.DataFrame
+    """A row for each common point: its `keys`, speeds and accuracies, the ratio `B ÷ A`, its standard error `±`, a `verdict`."""
+    differences: Table | None  # of the experiments
 
 
 def compare(a: Records, b: Records) -> Comparison:
     """Match the points of two runs: a key that one of them did not search counts with its experiment's own value."""
-    searched = dict.fromkeys([*SCALE_AXES, *(key for records in (a, b) for row in records.rows for key in row.params)])
-    found_a, found_b = (dict(pointed(records, list(searched))) for records in (a, b))
-    common = [
-        CommonPoint(dict(zip(searched, (item for item, _ in point), strict=True)), found_a[point], found_b[point])
-        for point in found_a
-        if point in found_b
-    ]
-    common = with_significance(common)
+    searched = list(dict.fromkeys([*SCALE_AXES, *(key for records in (a, b) for row in records.rows for key in row.params)]))
+    points_a, points_b = (points_of(records, searched) for records in (a, b))
+    common = [(*points_a[name], points_b[name][1]) for name in points_a if name in points_b]
+    keys = [key for key in searched if key in SCALE_AXES or len({repr(point[key]) for point, _, _ in common}) > 1]
+    shown = ["images_per_s", *(["top1_pct"] if any("top1_pct" in row.metrics for _, *pair in common for row in pair) else [])]
+    found = []
+    for point, one, other in common:
+        ratio = other.metrics["images_per_s"] / one.metrics["images_per_s"]
+        error = math.hypot(*(np.nan if row.error is None else row.error for row in (one, other)))
+        found.append(
+            {names.axis(key, a.result.unit): str(point[key]) for key in keys}
+            | {
+                f"{side} {names.label(key).head}": row.metrics.get(key)
+                for side, row in zip("AB", (one, other), strict=True)
+                for key in shown
+            }
+            | {RATIO: ratio, "±": error * ratio}
+        )
+    points = pd.DataFrame(found)
+    if found:
+        points["verdict"] = verdicts(points[RATIO], points["±"] / points[RATIO])
+        points.index = pd.Index(", ".join(names.at(key, point[key], a.result.unit) for key in keys) for point, _, _ in common)
     both = {key for key in searched if all(any(key in row.params for row in records.rows) for records in (a, b))}
-    differences = [
-        (key, a.experiment.get(key), b.experiment.get(key))
+    changed = [
+        [key, str(a.experiment.get(key)), str(b.experiment.get(key))]
         for key in dict.fromkeys([*a.experiment, *b.experiment])
         if key != "name" and key not in both and a.experiment.get(key) != b.experiment.get(key)
     ]
-    keys = [key for key in searched if key in SCALE_AXES or len({repr(pair.point[key]) for pair in common}) > 1]
-    return Comparison(a, b, keys, common, differences)
+    columns = ["key", "A", "B"]
+    differences = Table("what differs in the experiments", columns, changed, left=columns) if changed else None
+    return Comparison(a, b, keys, points, differences)
 
 
-def pointed(records: Records, keys: list[str]) -> Iterator[tuple[tuple[tuple[Any, str], ...], Row]]:
-    """Each point that ran, as a name (values and how they are written: 1 is not True), with its row."""
-    for row in timed_rows(records):
+def points_of(records: Records, keys: list[str]) -> dict[tuple[str, ...], tuple[dict[str, Any], Row]]:
+    """Each point with a speed, as it was probed, with its row; by its values as they are written: 1 is not True."""
+    found = {}
+    for row in ran(probes(records.rows)):
         known = {**records.experiment, **row.params, **row.scale.by_key}
-        yield tuple((item, repr(item)) for item in (comparable(known.get(key)) for key in keys)), row
-
-
-def comparable(item: Any) -> Any:
-    return item if isinstance(item, str | int | float | bool | None) else repr(item)
-
-
-def timed_rows(records: Records) -> list[Row]:
-    """The points that have a speed, as they were probed; of a single run, its student as one row."""
-    if records.is_sweep:
-        return ran(probes(records.rows))
-    found: list[Row] = []
-    for stage in records.result.stages:
-        if stage.stage == "student" and stage.metrics.get("images_per_s"):
-            history = next((h for h in records.histories if h.label == "student"), None)
-            scale = TrialScale.model_construct(
-                num_workers=records.result.num_workers or 1,
-                global_batch_size=records.experiment[GLOBAL_BATCH],
-                loader_workers=records.result.loader_workers,
-            )
-            row = TrialRow(id="student", params={}, scale=scale, status="ok", metrics=stage.metrics)
-            found.append(Row.of(row, history.windows_s if history else ()))
+        point = {key: known.get(key) for key in keys}
+        found[tuple(map(repr, point.values()))] = point, row
     return found
 
 
-def best_row(records: Records) -> Row | None:
-    """The winner of a sweep by its own metric; of a run, its student."""
-    return records.best if records.is_sweep else next(iter(timed_rows(records)), None)
+def verdicts(ratios: pd.Series, errors: pd.Series) -> pd.Series:
+    """What is known of each point, by the ratio of its speeds and that ratio's relative standard error.
+
+    A p-value is the probability of a ratio so far from 1 if both were equally fast (two-sided, normal), for all points together.
+    """
+    z = np.log(ratios).abs() / errors.clip(lower=1e-9)
+    beyond = holm(z.map(lambda each: math.erfc(each / math.sqrt(2)))) <= LEVEL
+    found = pd.Series(np.where(ratios > 1, "B faster", "B slower"), ratios.index).where(beyond, "within noise")
+    return found.where(errors.notna(), "spread unknown")
 
 
-def with_significance(pairs: list[CommonPoint]) -> list[CommonPoint]:
-    """The pairs with `beyond_noise`, by Holm's correction over all pairs whose noise is known."""
-    p_values = holm(pd.Series([pair.p_value for pair in pairs], dtype=float))
-    return [pair if math.isnan(p) else replace(pair, beyond_noise=p <= LEVEL) for pair, p in zip(pairs, p_values, strict=True)]
-
-
-def overall(pairs: list[CommonPoint]) -> tuple[float, float, float] | None:
+def overall(ratios: pd.Series) -> tuple[float, float, float] | None:
     """Geometric mean of the ratios with its 95% bounds, from how the points differ among themselves; None for fewer than two.
 
     What differs between two days (clocks, other jobs, caches) moves all points alike and is in neither figure.
     """
-    test = paired_t_test([math.log(pair.ratio) for pair in pairs])
+    test = paired_t_test(np.log(ratios).tolist())
     if test is None:
         return None
     return math.exp(test.mean), math.exp(test.mean - test.half_width), math.exp(test.mean + test.half_width)
@@ -130,49 +104,75 @@ def overall(pairs: list[CommonPoint]) -> tuple[float, float, float] | None:
 
 def lead(comparison: Comparison) -> list[str]:
     """What the comparison says, in sentences."""
-    sentences = []
-    for name, records in (("A", comparison.a), ("B", comparison.b)):
-        best = best_row(records)
-        where = f"{name}, {records.result.name}"
-        sentences.append(f"{where}: {summary_of(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
-    a, b = (best_row(records) for records in (comparison.a, comparison.b))
-    if a and b:
-        sentences.append(f"B's best is {times(CommonPoint({}, a, b).ratio)} A's best.")
-    if not comparison.pairs:
+    sentences, speeds = [], []
+    for side, records in (("A", comparison.a), ("B", comparison.b)):
+        best, keys = records.best, axes(records.rows)
+        summary = won(best, records.result.unit, keys, "images_per_s") if best else "no trial is complete."
+        sentences.append(f"{side}, {records.result.name}: {summary}")
+        speeds += [best.metrics["images_per_s"]] if best and "images_per_s" in best.metrics else []
+    if len(speeds) == 2:
+        sentences.append(f"B's best is {times(speeds[1] / speeds[0])} A's best.")
+    points = comparison.points
+    if points.empty:
         return [*sentences, "No point was run by both."]
-    counted = names.counted(len(comparison.pairs), "common point")
-    if whole := overall(comparison.pairs):
-        sentences.append(
-            f"Over {counted} B is {times(whole[0])} A (geometric mean; 95% between {whole[1]:.3f} and {whole[2]:.3f})."
-        )
-    known = [pair for pair in comparison.pairs if pair.beyond_noise is not None]
-    if known:
-        faster = sum(bool(pair.beyond_noise) and pair.ratio > 1 for pair in known)
-        slower = sum(bool(pair.beyond_noise) and pair.ratio < 1 for pair in known)
+    counted = names.counted(len(points), "common point")
+    if whole := overall(points[RATIO]):
+        mean, low, high = whole
+        sentences.append(f"Over {counted} B is {times(mean)} A (geometric mean; 95% between {low:.3f} and {high:.3f}).")
+    count = points["verdict"].value_counts().reindex(list(COLORS), fill_value=0)
+    unknown = count["spread unknown"]
+    if unknown < len(points):
         sentences += [
-            f"Beyond the noise of the steps, B is faster at {faster} of {counted} and slower at {slower}; "
-            f"{len(known) - faster - slower} differ by no more than noise.",
+            f"Beyond the noise of the steps, B is faster at {count['B faster']} of {counted} and slower at {count['B slower']}; "
+            f"{count['within noise']} differ by no more than noise.",
             "What made the machine slower on one of the days (heat, other jobs) is not in that noise.",
         ]
-    if len(known) < len(comparison.pairs):
-        sentences.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")
-    return sentences
-
-
-def summary_of(records: Records, best: Row, keys: list[str]) -> str:
-    m = best.metrics
-    accuracy = f", top-1 {names.number(m['top1_pct'])}%" if "top1_pct" in m else ""
-    params = {key: records.experiment.get(key) for key in keys} | best.params  # a key that was not searched has one value
-    where = names.point(best.model_copy(update={"params": params}), records.unit, keys)
-    return f"{where}, {names.number(m['images_per_s'], 1)} images/s{accuracy}"
+    return [*sentences, *([f"Of {unknown} of them the spread of the steps is not known."] if unknown else [])]
 
 
 def times(ratio: float) -> str:
     return f"{ratio:.3f} times as fast as"
 
 
-def point_verdict(pair: CommonPoint) -> str:
-    """What is known of one point."""
-    if pair.beyond_noise is None:
-        return "spread unknown"
-    return ("B faster" if pair.ratio > 1 else "B slower") if pair.beyond_noise else "within noise"
+def common_points(comparison: Comparison) -> Table | None:
+    """Speed and accuracy of both at each point that both have run."""
+    if comparison.points.empty:
+        return None
+    table = table_of(comparison.points, "points that both have run")
+    return replace(table, left=["verdict"], optional=("±", "A top-1 %", "B top-1 %"))
+
+
+def ratios(comparison: Comparison) -> Figure | None:
+    """Speed of B over that of A at every common point, with 95% bounds, sorted."""
+    points, rank = comparison.points, "common points, by ratio"
+    if points.empty:
+        return None
+    found = points.sort_values(RATIO, kind="stable").rename_axis("point").reset_index()
+    found[rank], found["bound"] = range(1, len(found) + 1), 1.96 * found["±"].fillna(0.0)
+    plot = draw(express.scatter, found, rank, RATIO, "verdict", list(COLORS), COLORS, ["point"], zero=False, error_y="bound")
+    reference_line(plot, 1, "as fast")
+    read_as = "Above 1, B is faster; bars are 95% bounds from the spread of the steps."
+    return figure("ratios", "Speed of B over A", read_as, plot, found[["point", RATIO, "verdict"]])
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str | Table]:
+    """What the terminal shows."""
+    yield f"A: {comparison.a.run_dir.root}"
+    yield f"B: {comparison.b.run_dir.root}"
+    yield from filter(None, (common_points(comparison), comparison.differences))
+    yield from lead(comparison)
+
+
+def comparison_page(comparison: Comparison) -> Page:
+    a, b, sentences = comparison.a, comparison.b, lead(comparison)
+    return Page(
+        "comparison",
+        f"{a.result.name} (A) and {b.result.name} (B)",
+        lead=sentences[:2],
+        notes=sentences[2:],
+        sections={
+            "Points that both have run": [common_points(comparison), ratios(comparison)],
+            "What differs in the experiments": [comparison.differences],
+        },
+        foot=f"A: {a.run_dir.root} · B: {b.run_dir.root}",
+    )

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from service.report.table import Table
@@ -15,7 +14,7 @@ from trainables.data.pack.modes import described
 from trainables.data.sources.records import RecordsSource, open_records
 from trainables.rundir import replacing
 
-_BAR = 30
+PERCENTILES = (0, 5, 50, 95, 100)
 _TILE, _CAPTION, _PER_ROW, _ROWS = 128, 14, 8, 6
 _MAX_CLASSES = 20
 
@@ -28,9 +27,6 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
         f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable left out; "
         f"{f'{len(index.classes)} classes' if index.classes else 'without labels'}"
     )
-    if "tiles" in index.mode:
-        num_images = sum(split.rows.rows for split in index.splits.values())
-        yield f"{index.mode['tiles']:,} of {num_images:,} images are tiled; the others could not be, or would not gain"
     sources: dict[Split, RecordsSource] = {
         split: open_records(str(root), split, labels=bool(index.classes)) for split in ("train", "val")
     }
@@ -38,9 +34,14 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
     if index.classes:
         yield _classes(index.classes, sources)
     train = sources["train"]
-    yield _histogram("bytes of a train image", train.sizes_N, "{:,.0f}")
-    yield _histogram("shorter side of a train image in pixels", np.minimum(train.widths_N, train.heights_N), "{:,.0f}")
-    yield _histogram("width / height of a train image", train.widths_N / np.maximum(train.heights_N, 1), "{:.2f}")
+    sizes = {
+        "bytes": train.sizes_N,
+        "shorter side, pixels": np.minimum(train.widths_N, train.heights_N),
+        "width / height": train.widths_N / np.maximum(train.heights_N, 1),
+    }
+    rows = [[name, *(f"{share:,.{2 * ('/' in name)}f}" for share in np.percentile(sizes[name], PERCENTILES))] for name in sizes]
+    heads = ["min", *(f"{percent}% below" for percent in PERCENTILES[1:-1]), "max"]
+    yield Table("sizes of train images", ["", *heads], rows, left=[""])
 
 
 def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
@@ -69,20 +70,6 @@ def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> T
         title = f"classes with the fewest and the most train images, {_MAX_CLASSES} of {len(classes):,}"
     rows = [[str(label), classes[label], *(f"{counts[split][label]:,}" for split in sources)] for label in shown.tolist()]
     return Table(title, ["label", "class", *sources], rows, left=["class"])
-
-
-def _histogram(title: str, values_N: NDArray[np.generic], number: str) -> Table:
-    """Ten bins of equal width between the 0.5th and the 99.5th percentile; what lies outside is in the first and the last."""
-    values = values_N.astype(np.float64)
-    low, high = np.percentile(values, (0.5, 99.5))
-    edges = np.linspace(low, high, 11) if high > low else np.array([low, high])
-    counts, _ = np.histogram(np.clip(values, low, high), edges) if high > low else (np.array([len(values)]), edges)
-    edges[0], edges[-1] = np.min(values), np.max(values)
-    rows = [
-        [number.format(begin), number.format(end), f"{count:,}", "█" * round(_BAR * count / np.max(counts))]
-        for begin, end, count in zip(edges, edges[1:], counts, strict=False)
-    ]
-    return Table(title, ["from", "to", "images", ""], rows, left=[""])
 
 
 def write_sheet(root: Path, path: Path) -> int:

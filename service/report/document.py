@@ -3,21 +3,19 @@
 Every value is text from outside: it is escaped, and the page's policy runs no script but its own and fetches nothing.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import gzip
 import json
-import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
+from plotly.utils import PlotlyJSONEncoder
 
 from service.report.charts import Figure
 from service.report.table import Table
@@ -26,31 +24,16 @@ from trainables.rundir import write_text
 
 
 @dataclass(frozen=True)
-class PageSection:
-    """A part of the page; one without tables and figures is not shown."""
-
-    title: str
-    parts: Sequence[Table | Figure | None]
-
-    @property
-    def tables(self) -> list[Table]:
-        return [part for part in self.parts if isinstance(part, Table)]
-
-    @property
-    def figures(self) -> list[Figure]:
-        return [part for part in self.parts if isinstance(part, Figure)]
-
-
-@dataclass(frozen=True)
 class Page:
+    """`sections`: tables and figures by title; one without any is not shown."""
+
     kind: str
     title: str
-    status: str
-    lead: Sequence[str]
-    sections: Sequence[PageSection]
-    facts: Sequence[tuple[str, str]] = ()
+    status: str = ""
+    lead: Sequence[str] = ()
     notes: Sequence[str] = ()
-    command_title: str = ""
+    sections: Mapping[str, Sequence[Table | Figure | None]] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     foot: str = ""
     refresh_s: int | None = None  # the page loads itself again: while a run is running
@@ -65,37 +48,34 @@ def write(page: Page, path: Path) -> None:
 
 
 def render(page: Page) -> str:
-    figures = [figure for section in page.sections for figure in section.figures]
-    drawn = [{"id": figure.id, "traces": figure.traces, "layout": figure.layout} for figure in figures]
+    sections = [
+        (title, [part for part in parts if isinstance(part, Table)], [part for part in parts if isinstance(part, Figure)])
+        for title, parts in page.sections.items()
+    ]
+    figures = [drawn(figure) for _, _, each in sections for figure in each]
     return str(
         _template().render(
             page=page,
+            sections=sections,
             nonce=secrets.token_urlsafe(16),
             style=_asset("page.css"),
             script=_asset("page.js"),
-            figures=packed(as_json(drawn)) if drawn else "",
-            library=plotly() if drawn else "",
+            drawn=packed(json.dumps(figures).encode()) if figures else "",
+            library=plotly() if figures else "",
         )
     )
 
 
-def as_json(value: Any) -> bytes:
-    """JSON without what is not finite: that is null."""
-    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).encode()
+def drawn(figure: Figure) -> dict[str, Any]:
+    """What plotly.js takes: arrays as lists, null for what is not finite."""
+    content = {"id": figure.id, "traces": [each.to_plotly_json() for each in figure.plot.data], "layout": figure.plot.layout}
+    found: dict[str, Any] = json.loads(json.dumps(content, cls=PlotlyJSONEncoder))
+    return found
 
 
 def packed(content: bytes) -> str:
     """gzip in base64, which the browser unpacks: no text in it can end the element that it stands in, and it is small."""
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        # Nobody sees the seventh digit, and a page of many trials is half as large without them.
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @functools.cache

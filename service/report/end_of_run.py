@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 
 from rich.console import RenderableType
 
-from service.report import terminal_tables as terminal
-from service.report.run_records import teacher_lines
-from service.report.tables import phase_table, stage_table
-from service.report.terminal_tables import verdict
+from service.config.experiment import read_resolved
+from service.report.records import read_records
+from service.report.tables import phase_table
+from service.report.terminal import summary, verdict
 from service.runs.result import RunResult
+from service.runs.run_log import read_log
 from service.runs.stored.stored_runs import display_name
 from trainables.rundir import RunDir
 
@@ -16,12 +17,9 @@ __all__ = ["tables", "verdict", "write_page_at_end"]
 
 
 def tables(result: RunResult) -> Sequence[RenderableType]:
-    """The trials of a sweep with what they say; of a run its stages, and where a step of its student goes; teachers, notices."""
-    lines = [*teacher_lines(result), *terminal.note_lines(result)]
-    if result.kind == "sweep":
-        return [*terminal.compared(result), *lines]
-    phases = phase_table(result.stages[-1].metrics, "a step of the student")
-    return [stage_table(result.name, result.stages), *([phases] if phases is not None else []), *lines]
+    """What `distill report` begins with, and of a run where a step of its student goes."""
+    phases = phase_table(result.stages[-1].metrics, "a step of the student") if result.kind == "train" else None
+    return [*summary(result), *([phases] if phases is not None else [])]
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
@@ -29,7 +27,8 @@ def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], 
     from service.report.page import write_page  # imports scipy, which a run that is starting does not need
 
     try:
-        write_page(run_dir, result)
+        experiment = read_resolved(run_dir.experiment, reading=True).experiment
+        write_page(read_records(run_dir, read_log(run_dir), result, experiment))
     except Exception as error:
         again = f"distill report {display_name(run_dir.root)}"
         echo(f"report.html was not written ({type(error).__name__}: {error}); try again: {again}")

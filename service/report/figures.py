@@ -1,190 +1,170 @@
-"""A sweep's figures, as pure functions of its rows: phases, waits, scaling, speed against cost."""
+"""A sweep's figures, as pure functions of its trials: speed over each axis, phases, waits, scaling, speed against cost."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 from plotly import express
-from plotly.graph_objects import Figure as Plot
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
-from service.report import charts
 from service.report import labels as names
-from service.report.charts import GREY, MAX_SERIES, VERMILION, Figure, draw, figure, mark_ticks
-from service.report.run_records import Row, axes, gpu_s_per_epoch, ran, value
-from service.search.planner import front as front_of
+from service.report.charts import GREY, MAX_SERIES, PHASE_COLORS, VERMILION, Figure, draw, figure, mark_ticks, reference_line
+from service.report.records import Row, axes, gpu_s_per_epoch, ordered, ran, value
 from trainables.metrics.phases import ALL_PHASES
 
-MAX_NAMED = 40  # trials that a figure still names one by one
-PHASE_COLORS = {
-    "data": VERMILION,
-    "h2d": "#F0E442",
-    "augment": charts.SKY,
-    "teacher": charts.BLUE,
-    "student": charts.GREEN,
-    "backward": charts.PURPLE,
-    "optimizer": charts.ORANGE,
-    "receive": "#000000",
-    "bubble": GREY,
-}
+MANY = 40  # trials, above which marks are small
+MAX_LISTED = 12  # values of an axis above which points are not told apart by it: a distribution, not a list
+OTHERS, BY_SPEED = "other trials", "trial, fastest first"
 
 
-def trial_frame(rows: Sequence[Row], unit: str, keys: Sequence[str], **columns: Callable[[Row], Any]) -> pd.DataFrame:
-    """A row a trial: its id, its point, its speed, and `columns`."""
-    known: Mapping[str, Callable[[Row], Any]] = {
-        "trial": lambda row: row.id,
-        "point": lambda row: names.point(row, unit, keys),
-        **columns,
-        "images/s": lambda row: row.metrics["images_per_s"],
-    }
-    return pd.DataFrame({name: [of(row) for row in rows] for name, of in known.items()})
-
-
-def metric_of(name: str) -> Callable[[Row], float]:
-    return lambda row: row.metrics.get(name, np.nan)
-
-
-def phases(rows: Sequence[Row], unit: str) -> Figure | None:
-    """Where each trial's time goes, per 1,000 images so that batches compare, the fastest first."""
-    shown = by_speed(rows, "phase/step_ms")
-    if not shown:
-        return None
-    columns = {f"{phase} ms": metric_of(f"phase/{phase}_ms") for phase in (*ALL_PHASES, "step")}
-    frame = trial_frame(shown, unit, axes(rows), **columns).dropna(axis="columns", how="all")
-    batches = pd.Series([row.scale.global_batch_size for row in shown])
-    parts = [
-        frame[["trial", "point", "images/s"]].assign(
-            phase=phase, **{"ms/step": frame[f"{phase} ms"], "s per 1,000 images": frame[f"{phase} ms"] / batches}
-        )
-        for phase in ALL_PHASES
-        if f"{phase} ms" in frame and frame[f"{phase} ms"].any()
+def trial_frame(rows: Sequence[Row], unit: str) -> pd.DataFrame:
+    """A row for each trial with a speed, the fastest first, the columns as they are read; the values of axes are text."""
+    keys = axes(rows)
+    found = [
+        {
+            "trial": row.id,
+            "point": names.point(row, unit, keys),
+            **{names.axis(key, unit): str(value(row, key)) for key in keys},
+            "num_workers": row.scale.num_workers,
+            "batch": row.scale.global_batch_size,
+            "images/s": row.metrics["images_per_s"],
+            "± images/s": (row.error or np.nan) * row.metrics["images_per_s"],
+            "s/epoch": row.metrics.get("epoch_s", np.nan),
+            f"{unit}-s/epoch": gpu_s_per_epoch(row) or np.nan,
+            "data wait %": row.metrics.get("data_pct", np.nan),
+            **{f"data {part}": row.metrics.get(f"phase/data_{part}_ms", np.nan) for part in ("min", "p95", "max")},
+            **phase_ms(row.metrics),
+        }
+        for row in ran(rows)
     ]
-    return figure(
-        "phases",
-        "Where a step's time goes",
-        "Seconds for 1,000 images, stacked by phase; lower is faster."
-        + names.left_out(rows, {row.id for row in shown}, "phase times"),
-        ranked(
-            express.bar, pd.concat(parts), shown, "s per 1,000 images", "phase", PHASE_COLORS, ("point", "images/s", "ms/step")
-        ),
-        frame,
-    )
+    return pd.DataFrame(found).sort_values("images/s", ascending=False, kind="stable") if found else pd.DataFrame()
 
 
-def waits(rows: Sequence[Row], unit: str) -> Figure | None:
-    """How long steps of each trial wait for data: the mean, and the shortest and the longest wait of any step."""
-    shown = by_speed(rows, "phase/data_max_ms")
-    if not shown:
+def phase_ms(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{phase} ms": metrics.get(f"phase/{phase}_ms", np.nan) for phase in (*ALL_PHASES, "step")}
+
+
+def over_axis(frame: pd.DataFrame, rows: Sequence[Row], best: Row, key: str, unit: str) -> Figure | None:
+    """Speed over one axis: a series for each value of a second axis, all others as the winner has them.
+
+    The rest is in the background. `frame`: that of the rows.
+    """
+    heads = {one: names.axis(one, unit) for one in sorted(axes(rows), key=lambda one: one != key)}
+    title, at_best = heads[key], {one: value(best, one) for one in heads}
+    if frame[title].nunique() < 2:
         return None
-    parts = {"mean ms": "", "min": "_min", "p95": "_p95", "max": "_max"}
-    columns = {name: metric_of(f"phase/data{part}_ms") for name, part in parts.items()} | {"data wait %": metric_of("data_pct")}
-    frame = trial_frame(shown, unit, axes(rows), **columns)
-    drawn = frame.assign(up=frame["max"] - frame["mean ms"], down=frame["mean ms"] - frame["min"], series="mean, min to max")
-    bars = {"error_y": "up", "error_y_minus": "down"}
-    plot = ranked(express.scatter, drawn, shown, "mean ms", "series", {}, ("point", "images/s", "min", "p95", "max"), **bars)
-    plot.update_traces(error_y={"color": GREY, "width": 3 if len(shown) <= MAX_NAMED else 0})
-    mark = {"color": VERMILION, "symbol": "line-ew-open", "size": 12 if len(shown) <= MAX_NAMED else 5}
-    plot.add_scatter(x=plot.data[0].x, y=frame["p95"], mode="markers", name="95% of steps wait less", marker=mark)
-    plot.update_yaxes(title_text="ms")
+    second = next((one for one in heads if one != key), None)
+    fixed = [one for one in heads if one not in (key, second) and frame[heads[one]].nunique() <= MAX_LISTED]
+    alike = frame[[heads[one] for one in fixed]].eq([str(at_best[one]) for one in fixed]).all(axis="columns")
+    series, order = pd.Series("measured", frame.index), list[str]()
+    if second is not None:
+        # Those around the winner's where there are too many, in an order that gives a value the same color in all figures.
+        values = [str(one) for one in ordered(value(row, second) for row in (*ran(rows), best))]
+        first = min(max(0, values.index(str(at_best[second])) - MAX_SERIES // 2), max(0, len(values) - MAX_SERIES))
+        order = [names.at(second, one, unit) for one in values[first : first + MAX_SERIES]]
+        series = frame[heads[second]].map(lambda one: names.at(second, one, unit))
+        alike &= series.isin(order)
+    drawn = frame.assign(series=series.where(alike, OTHERS), bar=frame["± images/s"].where(alike))
+    numbers = pd.to_numeric(frame[title], errors="coerce")
+    if is_numeric := bool(numbers.notna().all()):
+        drawn = drawn.assign(**{title: numbers}).sort_values(title, kind="stable")
+    tips = ("trial", "point", "± images/s")
+    plot = draw(express.scatter, drawn, title, "images/s", "series", order, {OTHERS: GREY}, tips, error_y="bar")
+    plot.update_traces(mode="lines+markers" if is_numeric else "markers", line_width=1)
+    faint = {"mode": "markers", "marker": {"size": 6, "symbol": "circle-open"}, "opacity": 0.6}
+    plot.update_traces(faint, selector={"name": OTHERS})
+    plot.data = sorted(plot.data, key=lambda trace: trace.name != OTHERS)  # behind the others
+    if is_numeric:
+        mark_ticks(plot, numbers.tolist())
+    caption = "Marks are measured" + (", bars one standard error." if drawn["bar"].notna().any() else ".")
+    alike_in = ", ".join(names.at(one, at_best[one], unit) for one in fixed)
+    caption += f" The series have {alike_in}, as the best trial." if fixed else ""
+    shown = frame[[*heads.values(), "images/s", "± images/s", "trial"]]
+    return figure(f"speed-{axes(rows).index(key)}", f"Speed over {title}", caption, plot, shown)
+
+
+def phases(frame: pd.DataFrame, what: str) -> Figure | None:
+    """Where the time of each trial or stage goes, per 1,000 images so that batches compare.
+
+    `frame`: milliseconds by phase, and the `batch`; `what`: the column that names each of them.
+    """
+    frame = frame.dropna(subset="step ms") if "step ms" in frame else pd.DataFrame()
+    if frame.empty:
+        return None
+    used = [f"{phase} ms" for phase in ALL_PHASES if frame[f"{phase} ms"].sum() > 0]
+    about = [name for name in (what, "point", "images/s", "batch") if name in frame]
+    long = frame.melt(about, used, "phase", "ms/step").assign(phase=lambda long: long["phase"].str.removesuffix(" ms"))
+    long["s per 1,000 images"] = long["ms/step"] / long["batch"]
+    plot = draw(express.bar, long, what, "s per 1,000 images", "phase", colors=PHASE_COLORS, tips=[*about[1:], "ms/step"])
+    plot.update_layout(bargap=0 if len(frame) > MANY else 0.2)
+    read_as = "Seconds for 1,000 images, stacked by phase; lower is faster."
+    return figure("phases", "Where a step's time goes", read_as, plot, frame[[*about, *used, "step ms"]])
+
+
+def waits(frame: pd.DataFrame) -> Figure | None:
+    """How long steps of each trial wait for data: the mean, and the shortest and the longest wait of any step."""
+    frame = frame.dropna(subset="data max") if len(frame) else frame
+    if frame.empty:
+        return None
+    mean, few = frame["data ms"], len(frame) <= MANY
+    drawn = frame.assign(up=frame["data max"] - mean, down=mean - frame["data min"], series="mean, min to max")
+    drawn, tips = drawn.rename(columns={"trial": BY_SPEED}), ("point", "images/s", "data min", "data p95", "data max")
+    plot = draw(express.scatter, drawn, BY_SPEED, "data ms", "series", tips=tips, error_y="up", error_y_minus="down")
+    plot.update_traces(error_y={"color": GREY, "width": 3 if few else 0}, marker_size=9 if few else 4)
+    mark = {"color": VERMILION, "symbol": "line-ew-open", "size": 12 if few else 5}
+    plot.add_scatter(x=plot.data[0].x, y=frame["data p95"], mode="markers", name="95% of steps wait less", marker=mark)
     return figure(
         "waits",
         "Data wait, min to max",
         f"Milliseconds that a step waits for images: a long bar is a loader that stalls now and then. "
-        f"The longest wait was {names.short(frame['max'].max())} ms." + names.left_out(rows, {row.id for row in shown}, "waits"),
-        plot,
-        frame,
-        {"images/s": 1, "data wait %": 1},
+        f"The longest wait was {names.short(frame['data max'].max())} ms.",
+        plot.update_yaxes(title_text="ms"),
+        frame[["trial", "point", "data ms", "data min", "data p95", "data max", "data wait %", "images/s"]],
     )
 
 
-def by_speed(rows: Sequence[Row], metric: str) -> list[Row]:
-    """The trials that have a metric, the fastest first."""
-    return sorted((row for row in ran(rows) if metric in row.metrics), key=lambda row: -row.metrics["images_per_s"])
-
-
-def ranked(
-    kind: Callable[..., Plot],
-    frame: pd.DataFrame,
-    shown: Sequence[Row],
-    y: str,
-    series: str,
-    colors: Mapping[str, str],
-    tips: Collection[str],
-    **options: Any,
-) -> Plot:
-    """A figure over trials by speed: over their ids where they are few."""
-    if len(shown) <= MAX_NAMED:
-        few = frame.rename(columns={"trial": "trial, fastest first"})
-        return draw(kind, few, "trial, fastest first", y, series, (), colors, tips, **options)
-    ranks = {row.id: rank for rank, row in enumerate(shown, start=1)}
-    many = frame.assign(**{"rank by speed": frame["trial"].map(ranks)})
-    plot = draw(kind, many, "rank by speed", y, series, (), colors, ("trial", *tips), **options)
-    return plot.update_layout(bargap=0).update_traces(marker_size=4, selector={"type": "scatter"})
-
-
-def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
+def efficiency(frame: pd.DataFrame, best: Row, unit: str) -> Figure | None:
     """Speed per worker as a share of that with the fewest workers: 100% is ideal scaling."""
-    measured = ran(rows)
-    batch, workers = value(best, GLOBAL_BATCH), value(best, NUM_WORKERS)
+    at, batch, workers = f"{unit}s", value(best, GLOBAL_BATCH), value(best, NUM_WORKERS)
+    frame = frame.assign(**{at: frame["num_workers"]})
     groups = {
-        f"the best at each number of {unit}s": measured,
-        f"at global batch {batch}": [row for row in measured if value(row, GLOBAL_BATCH) == batch],
-        f"at batch {names.short(batch / workers)} per {unit}": [
-            row for row in measured if value(row, GLOBAL_BATCH) * workers == batch * value(row, NUM_WORKERS)
-        ],
+        f"the best at each number of {at}": frame[at] > 0,
+        f"at global batch {batch}": frame["batch"] == batch,
+        f"at batch {names.short(batch / workers)} per {unit}": frame["batch"] * workers == batch * frame[at],
     }
-    frames = []
-    for series, group in groups.items():
-        slowest_first = sorted(group, key=lambda row: (value(row, NUM_WORKERS), row.metrics["images_per_s"]))
-        fastest = {value(row, NUM_WORKERS): row for row in slowest_first}
-        if len(fastest) > 1:
-            frame = trial_frame(list(fastest.values()), unit, axes(rows)).assign(**{"series": series, f"{unit}s": list(fastest)})
-            each = frame["images/s"] / frame[f"{unit}s"]
-            frames.append(frame.assign(**{"% of ideal": 100 * each / each[0]}))
-    if not frames:
+    found = []
+    for series, chosen in groups.items():
+        fastest = frame[chosen].drop_duplicates(at).sort_values(at).assign(series=series)
+        each = fastest["images/s"] / fastest[at]
+        found += [fastest.assign(**{"% of ideal": 100 * each / each.iloc[0]})] if len(fastest) > 1 else []
+    if not found:
         return None
-    found = pd.concat(frames)
-    plot = draw(express.line, found, f"{unit}s", "% of ideal", "series", tips=("trial", "point", "images/s"))
-    plot.add_hline(
-        y=100, line={"color": GREY, "dash": "dot", "width": 2}, annotation_text="ideal", annotation_position="top right"
-    )
-    mark_ticks(plot, found[f"{unit}s"].tolist())
-    most = frames[0].iloc[-1]
+    drawn, most = pd.concat(found), found[0].iloc[-1]
+    plot = draw(express.line, drawn, at, "% of ideal", "series", tips=("trial", "point", "images/s"))
+    reference_line(plot, 100, "ideal")
+    mark_ticks(plot, drawn[at].tolist())
     return figure(
         "efficiency",
         "Scaling against ideal",
-        f"Images/s of each {unit}, as a share of that with the fewest {unit}s. "
-        f"{names.counted(most[f'{unit}s'], unit)} reach {most['% of ideal']:.0f}% of ideal.",
+        f"Images/s of each {unit}, as a share of that with the fewest {at}. "
+        f"{names.counted(most[at], unit)} reach {most['% of ideal']:.0f}% of ideal.",
         plot,
-        found[["series", f"{unit}s", "trial", "images/s", "% of ideal"]],
-        {"images/s": 1, "% of ideal": 0},
+        drawn[["series", at, "trial", "images/s", "% of ideal"]],
     )
 
 
-def pareto_rows(rows: Sequence[Row]) -> list[Row]:
-    """The trials that none other beats in both speed and cost, the cheapest first."""
-    costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
-    workers_O = np.array([row.scale.num_workers for row in costed], dtype=float)
-    time_O = -np.log([row.metrics["images_per_s"] for row in costed])
-    return sorted((costed[index] for index in front_of(workers_O, time_O)), key=lambda row: gpu_s_per_epoch(row) or 0.0)
-
-
-def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:
+def pareto(frame: pd.DataFrame, unit: str, found: Collection[str] = ()) -> Figure | None:
     """Speed against what an epoch costs. `found`: the trials on the front by the search's model where there was one."""
-    keys, cost = axes(rows), f"{unit}-s/epoch"
-    costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
-    if len(costed) < 2:
+    cost = f"{unit}-s/epoch"
+    frame = frame.dropna(subset=cost).sort_values([cost, "images/s"], ascending=[True, False]) if len(frame) else frame
+    if len(frame) < 2:
         return None
-    by_workers = sorted(costed, key=lambda row: row.scale.num_workers)
-    counts = {row.id: names.counted(row.scale.num_workers, unit) for row in by_workers}
-    columns = {cost: gpu_s_per_epoch, "s/epoch": metric_of("epoch_s"), "series": lambda row: counts[row.id]}
-    frame = trial_frame(costed, unit, keys, **columns)
-    order = list(dict.fromkeys(counts.values()))
-    if len(order) > MAX_SERIES:
-        frame["series"], order = "trials", []
-    plot = draw(express.scatter, frame, cost, "images/s", "series", order, tips=("trial", "point", "s/epoch"), zero=False)
-    front = frame[frame["trial"].isin(list(found) or [row.id for row in pareto_rows(rows)])].sort_values(cost)
+    counts = {count: names.counted(count, unit) for count in sorted(frame["num_workers"].unique())}
+    frame["series"] = frame["num_workers"].map(counts) if len(counts) <= MAX_SERIES else "trials"
+    tips = ("trial", "point", "s/epoch")
+    plot = draw(express.scatter, frame, cost, "images/s", "series", [*counts.values()][:MAX_SERIES], tips=tips, zero=False)
+    is_faster = frame["images/s"] > frame["images/s"].cummax().shift(fill_value=0.0)
+    front = frame[frame["trial"].isin(list(found)) if found else is_faster]
     plot.add_scatter(
         x=front[cost],
         y=front["images/s"],
@@ -194,12 +174,5 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
         marker={"size": 16, "symbol": "circle-open"},
         hoverinfo="skip",
     )
-    summary = "; ".join(front["point"][:4]) + (" …" if len(front) > 4 else "")
-    return figure(
-        "pareto",
-        "Speed against cost",
-        f"Up is faster, left is cheaper. On the front: {summary}." + names.left_out(rows, {row.id for row in costed}, "a cost"),
-        plot,
-        front[["trial", "point", "images/s", cost, "s/epoch"]],
-        {"images/s": 1},
-    )
+    caption = f"Up is faster, left is cheaper. On the front: {'; '.join(front['point'][:4])}{' …' if len(front) > 4 else ''}."
+    return figure("pareto", "Speed against cost", caption, plot, front[["trial", "point", "images/s", cost, "s/epoch"]])

@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
-from service.report.run_records import Row, ended, ran, value
+from service.report.records import Row, value
+from trainables.metrics.phases import ALL_PHASES
 
 AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
 
@@ -27,7 +28,7 @@ class MetricLabel(NamedTuple):
 METRICS = {
     "images_per_s": MetricLabel("images/s", 1, "speed"),
     "epoch_s": MetricLabel("s/epoch", 2, "speed"),
-    "epoch_wall_s": MetricLabel("s/epoch by the clock", 2, "speed"),
+    "epoch_wall_s": MetricLabel("s/epoch, wall time", 2, "speed"),
     "step_s": MetricLabel("s/step", 4, "speed"),
     "gpu_s_per_epoch": MetricLabel("GPU-s/epoch", 2, "cost"),
     "data_pct": MetricLabel("% data wait", 1),
@@ -46,9 +47,15 @@ METRICS = {
     "peak_memory_mib": MetricLabel("MiB peak memory", 0),
     "steps": MetricLabel("steps", 0),
 }
+DIGITS = {f"{side}{label.head}": label.digits for side in ("", "A ", "B ") for label in METRICS.values()} | {
+    **dict.fromkeys(("± images/s", "lowest mean", "mean", "highest mean", "peak"), 1),
+    **dict.fromkeys(("training", "validation"), 4),
+    **dict.fromkeys(("B ÷ A", "±"), 3),
+    "% of ideal": 0,
+}
+"""Digits of a column of numbers by its head; others have 2."""
 
-ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"}
-"""What a status that does not say it itself means."""
+MIN_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
 
 
 def number(value: Any, digits: int = 2) -> str:
@@ -59,6 +66,21 @@ def number(value: Any, digits: int = 2) -> str:
 def short(value: float) -> str:
     """Three significant digits, or all of an integer's."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def label(name: str) -> MetricLabel:
+    """How a metric is written; one without an entry by its name."""
+    return METRICS.get(name, MetricLabel(name, 3))
+
+
+def metric(name: str, value: float) -> str:
+    unit, digits, _ = label(name)
+    return f"{number(value, digits)}{'' if unit.startswith('%') else ' '}{unit}"
+
+
+def metrics_text(metrics: Mapping[str, float], names: Iterable[str]) -> str:
+    """Those of the metrics that there are: `1,280.0 images/s, 12.50 s/epoch, 97.25% top-1`."""
+    return ", ".join(metric(name, metrics[name]) for name in dict.fromkeys(names) if name in metrics)
 
 
 def metric_cell(metrics: Mapping[str, float], name: str) -> str:
@@ -74,15 +96,13 @@ def axis(key: str, unit: str) -> str:
 
 def counted(count: Any, unit: str) -> str:
     """1 GPU, 2 GPUs."""
-    return f"{count} {unit}" + ("s" if count != 1 else "")
+    return f"{count} {unit}" + ("s" if str(count) != "1" else "")
 
 
 def at(key: str, value: Any, unit: str) -> str:
     """One value of an axis: 2 GPUs, batch 512, 4 loader workers, precision bf16."""
-    if key == NUM_WORKERS:
-        return counted(value, unit)
-    if key == LOADER_WORKERS:
-        return counted(value, "loader worker")
+    if key in (NUM_WORKERS, LOADER_WORKERS):
+        return counted(value, unit if key == NUM_WORKERS else "loader worker")
     return f"batch {value}" if key == GLOBAL_BATCH else f"{key} {value}"
 
 
@@ -92,33 +112,17 @@ def point(row: Row, unit: str, extras: Sequence[str]) -> str:
     return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE_AXES)])
 
 
-def label(name: str) -> MetricLabel:
-    """How a metric is written; one without an entry by its name."""
-    return METRICS.get(name, MetricLabel(name, 3))
+def phase_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The share of a step of each phase that is recorded, in their order."""
+    known = {phase: metrics[f"phase/{phase}_ms"] for phase in ALL_PHASES if f"phase/{phase}_ms" in metrics}
+    step_ms = metrics.get("phase/step_ms") or sum(known.values()) or math.nan
+    return {phase: ms / step_ms for phase, ms in known.items()}
 
 
-def metric(name: str, value: float) -> str:
-    unit, digits, _ = label(name)
-    return f"{number(value, digits)}{'' if unit.startswith('%') else ' '}{unit}"
-
-
-def statuses(rows: Sequence[Row]) -> dict[str, int]:
-    """How many of the trials have ended in which way, the ways in alphabetical order but what could never run last."""
-    found = sorted({row.status for row in rows}, key=lambda status: (status == "infeasible", status))
-    return {status: sum(row.status == status for row in rows) for status in found}
-
-
-def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
-    """The end of a figure's caption: which of the trials that have ended are not in it, and why.
-
-    `shown`: their ids; `missing`: what a trial that has a speed lacks where it is not in the figure.
-    """
-    speeds = {row.id for row in ran(rows)}
-    left = [row for row in ended(rows) if row.id not in shown]
-    parts = [f"{count} {status}" for status, count in statuses([row for row in left if row.id not in speeds]).items()]
-    if without := sum(row.id in speeds for row in left):
-        parts.append(f"{without} without {missing}")
-    return f" Not shown: {', '.join(parts)} of {counted(len(ended(rows)), 'trial')}." if parts else ""
+def shares_text(metrics: Mapping[str, float]) -> str:
+    """The same as words, the longest phase first: `student 45%, teacher 30%, data 25%`."""
+    ranked = sorted(phase_shares(metrics).items(), key=lambda item: -item[1])
+    return ", ".join(f"{phase} {share:.0%}" for phase, share in ranked if share >= MIN_SHARE)
 
 
 def natural(text: str) -> list[int]:

@@ -1,14 +1,15 @@
 """Trials that differ by their seed alone, taken together: their mean, and the paired difference to the sweep's first point."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 from plotly import express
 
 from service.report import labels as names
-from service.report.charts import GREY, Figure, draw, figure
-from service.report.run_records import Row, rows_of, value
+from service.report.charts import GREY, Figure, draw
+from service.report.records import Row, rows_of, value
 from service.report.statistics import LEVEL, holm, paired_t_test
 from service.report.table import Table
 from service.report.winner import ranking_metric
@@ -37,14 +38,11 @@ def groups(result: RunResult) -> pd.DataFrame:
     keys = [key for key in dict.fromkeys(key for row in rows for key in row.params) if key != SEED]
     keys = [key for key in keys if len({repr(row.params.get(key)) for row in rows}) > 1]
     labels, metric = [_label(row, keys) for row in rows], ranking_metric(result)[0]
-    measured = [row.metrics.get(metric) if row.status == "ok" else None for row in rows]
-    values = pd.DataFrame(
-        {"point": labels, "seed": [row.params[SEED] for row in rows], "value": pd.Series(measured, dtype=float)}
-    )
+    measured = pd.Series([row.metrics.get(metric) if row.status == "ok" else None for row in rows], dtype=float)
+    values = pd.DataFrame({"point": labels, "seed": [row.params[SEED] for row in rows], "value": measured})
     by_seed = values.pivot_table(index="point", columns="seed", values="value", aggfunc="last")
     by_seed = by_seed.reindex(list(dict.fromkeys(labels))).dropna(how="all")
-    counts = by_seed.count(axis="columns")
-    if counts.max() < 2 or by_seed.empty:
+    if by_seed.empty or by_seed.count(axis="columns").max() < 2:
         return pd.DataFrame()
     others, scale = by_seed.iloc[1:] - by_seed.iloc[0], by_seed.abs().max(axis="columns")
     tests = {
@@ -52,11 +50,10 @@ def groups(result: RunResult) -> pd.DataFrame:
         for point, differences in others.T.items()
         if (test := paired_t_test(differences.dropna().tolist(), rounding=ROUNDING * max(1.0, scale[str(point)])))
     }
-    found = pd.DataFrame({"seeds": counts, "mean": by_seed.mean(axis="columns"), "std": by_seed.std(axis="columns")})
+    found = by_seed.agg(["count", "mean", "std"], axis="columns").rename(columns={"count": "seeds"}).astype({"seeds": int})
     found["pairs"] = others.count(axis="columns")
-    found["difference"] = pd.Series({point: test.mean for point, test in tests.items()}, dtype=float)
-    found["half"] = pd.Series({point: test.half_width for point, test in tests.items()}, dtype=float)
-    found["p"] = holm(pd.Series({point: test.p_value for point, test in tests.items()}, dtype=float))
+    tested = pd.DataFrame(tests.values(), index=list(tests), columns=["difference", "half", "p"], dtype=float)
+    found = found.join(tested.assign(p=holm(tested["p"])))
     return found.assign(significant=found["p"] < LEVEL).rename_axis("point").reset_index()
 
 
@@ -74,9 +71,7 @@ def seed_table(result: RunResult) -> Table | None:
     found, (metric, mode) = groups(result), ranking_metric(result)
     if found.empty:
         return None
-    digits, first = names.label(metric).digits, found["point"][0]
-    heads = ["point", "seeds", f"mean {names.label(metric).head}", "±", f"difference to {first}", f"{1 - LEVEL:.0%} interval"]
-    rows = []
+    digits, first, rows = names.label(metric).digits, found["point"][0], []
     records: Any = found.itertuples()
     for one in records:
         difference = ["–"] * 4
@@ -85,14 +80,10 @@ def seed_table(result: RunResult) -> Table | None:
             interval = f"{one.difference - one.half:+.{digits}f} to {one.difference + one.half:+.{digits}f}"
             difference = [f"{one.difference:+.{digits}f}", interval, names.number(one.p, 3), sure]
         rows.append([one.point, str(one.seeds), names.number(one.mean, digits), names.number(one.std, digits), *difference])
-    return Table(
-        f"{result.name}: over seeds",
-        [*heads, "p (Holm)", "significant"],
-        rows,
-        CAPTION.format(first=first),
-        left=["point", "significant"],
-        optional=[heads[-1], "p (Holm)"],
-    )
+    interval, p = f"{1 - LEVEL:.0%} interval", "p (Holm)"
+    columns = ["point", "seeds", f"mean {names.label(metric).head}", "±", f"difference to {first}", interval, p, "significant"]
+    caption, left = CAPTION.format(first=first), ["point", "significant"]
+    return Table(f"{result.name}: over seeds", columns, rows, caption, left=left, optional=[interval, p])
 
 
 def seeds_sentence(result: RunResult) -> list[str]:
@@ -111,13 +102,12 @@ def seeds_sentence(result: RunResult) -> list[str]:
 
 def seeds_figure(result: RunResult) -> Figure | None:
     """Each point's difference to the first with its interval: what crosses zero may be chance."""
-    found = groups(result)
-    if found.empty or found["difference"].isna().all():
+    found, table = groups(result), seed_table(result)
+    if table is None or found["difference"].isna().all():
         return None
-    first, label = found["point"][0], names.label(ranking_metric(result)[0])
-    shown = found.dropna(subset="difference").rename(columns={"difference": label.head}).assign(series=f"difference to {first}")
-    plot = draw(express.scatter, shown, "point", label.head, "series", tips=["half", "p"], error_y="half")
-    plot.update_traces(error_y_color=GREY)
-    read_as = f"{label.head}, mean difference with its {1 - LEVEL:.0%} interval; across zero it may be chance."
-    digits = dict.fromkeys(["mean", "std", "difference", "half"], label.digits) | {"p": 3}
-    return figure("seeds", f"Over seeds, difference to {first}", read_as, plot, found.drop(columns=["significant"]), digits)
+    title, head = f"Over seeds, difference to {found['point'][0]}", names.label(ranking_metric(result)[0]).head
+    shown = found.dropna(subset="difference").rename(columns={"difference": head}).assign(series=title)
+    plot = draw(express.scatter, shown, "point", head, "series", tips=["half", "p"], error_y="half")
+    plot.update_traces(error_y_color=GREY).update_layout(showlegend=False)
+    read_as = f"{head}, mean difference with its {1 - LEVEL:.0%} interval; across zero it may be chance."
+    return Figure("seeds", title, read_as, plot, replace(table, title=f"Numbers of: {title}"), 380)

@@ -15,8 +15,8 @@ class PairedTest(NamedTuple):
 
     mean: float
     half_width: float
-    p_value: float | None
-    """None: all differences are the same, so that the test says nothing."""
+    p_value: float
+    """NaN: all differences are the same, so that the test says nothing."""
 
 
 def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> PairedTest | None:
@@ -30,7 +30,7 @@ def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> Pai
         return None
     mean = float(np.mean(differences))
     if float(stats.sem(differences)) <= rounding:
-        return PairedTest(mean, 0.0, None)
+        return PairedTest(mean, 0.0, np.nan)
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(1 - LEVEL)
     return PairedTest(mean, float(high - low) / 2, float(test.pvalue))
@@ -43,5 +43,4 @@ def holm(p_values: pd.Series) -> pd.Series:
     next for one test less, and none is smaller than the one before it.
     """
     known = p_values.dropna().sort_values()
-    factors = np.arange(len(known), 0, -1)
-    return (known * factors).clip(upper=1.0).cummax().reindex(p_values.index)
+    return (known * np.arange(len(known), 0, -1)).clip(upper=1.0).cummax().reindex(p_values.index)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import rich.table
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
@@ -53,22 +54,17 @@ class Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(printable(self.title), style="italic")
         rows = [[printable(str(cell)) for cell in row] for row in self.rows]
-        cells = list(zip(*rows, strict=True)) if rows else [()] * len(self.columns)
-        full = [max(map(cell_len, [head, *part])) for head, part in zip(self.columns, cells, strict=True)]
-        least = [self._least(*column) for column in zip(self.columns, cells, strict=True)]
+        least = [self._least(head, [row[index] for row in rows]) for index, head in enumerate(self.columns)]
         shown, left_out, width = list(range(len(self.columns))), list[str](), options.max_width
         for name in self.optional if console.is_interactive else ():
             if name in self.columns and _framed(least, shown) > width:
                 left_out.append(name)
                 shown.remove(self.columns.index(name))
-        if _framed(least, shown) <= width:
-            yield self._grid(rows, shown, least, full, width)
-        else:
-            yield from self._paragraphs(rows)
-            left_out = []
+        fits = _framed(least, shown) <= width
+        yield self._grid(rows, shown, least, width) if fits else Group(*self._paragraphs(rows))
         if self.caption:
             yield Text(self.caption, style="dim")
-        if left_out:
+        if left_out and fits:
             yield Text(f"not shown at {width} columns: {', '.join(left_out)}; a wider terminal or a file has them", style="dim")
 
     def _least(self, head: str, cells: Sequence[str]) -> int:
@@ -79,26 +75,26 @@ class Table:
             whole = max(words if words <= MAX_WORD_WIDTH else 0, min(whole, TEXT_WIDTH))
         return max([whole, *map(cell_len, _breakable(head).split())])
 
-    def _grid(
-        self, rows: Sequence[Sequence[str]], shown: Sequence[int], least: Sequence[int], full: Sequence[int], width: int
-    ) -> rich.table.Table:
-        """`shown` columns, from `least` to `full` characters wide."""
+    def _grid(self, rows: Sequence[Sequence[str]], shown: Sequence[int], least: Sequence[int], width: int) -> rich.table.Table:
+        """The `shown` columns, each as wide as it may be: the room beyond the `least` is shared, by who needs least of it."""
+        needed = {i: max(map(cell_len, [self.columns[i], *(row[i] for row in rows)])) - least[i] for i in shown}
         room, widths = width - _framed(least, shown), dict[int, int]()
-        for rank, index in enumerate(sorted(shown, key=lambda index: full[index] - least[index])):
-            more = min(full[index] - least[index], room // (len(shown) - rank))
+        for rank, index in enumerate(sorted(shown, key=lambda index: needed[index])):
+            more = min(needed[index], room // (len(shown) - rank))
             widths[index], room = least[index] + more, room - more
         grid = rich.table.Table()
         for index in shown:
             head = self.columns[index]
             if cell_len(head) > widths[index]:
                 head = textwrap.fill(_breakable(head), widths[index], break_on_hyphens=False).replace(". ", ".")
-            left = self.columns[index] in self.left
-            grid.add_column(head, justify="left" if left else "right", width=widths[index], overflow="fold")
+            justify: Literal["left", "right"] = "left" if self.columns[index] in self.left else "right"
+            grid.add_column(head, justify=justify, width=widths[index], overflow="fold")
         for number, row in enumerate(rows):
             grid.add_row(*(row[index] for index in shown), style=self._style(number), end_section=number in self.sections)
         return grid
 
-    def _paragraphs(self, rows: Sequence[Sequence[str]]) -> Iterable[Text | Padding]:
+    def _paragraphs(self, rows: Sequence[Sequence[str]]) -> Iterator[Text | Padding]:
+        """Each row as a heading with its cells under it."""
         first, *others = self.columns
         for number, (head, *cells) in enumerate(rows):
             yield Text(f"{first} {head}", style=self._style(number))

@@ -1,14 +1,15 @@
 """The tables of a run or a sweep, the same on the terminal and on the page."""
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+
+import pandas as pd
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 from service.report import labels as names
-from service.report.phase_shares import PhaseShare, phase_shares
-from service.report.run_records import Records, Row, axes, ended, gpu_s_per_epoch, ordered, ran, value
+from service.report.records import Records, Row, axes, ended, gpu_s_per_epoch, ordered, ran, value
 from service.report.table import Shade, Table
 from service.runs.result import RunResult, StageRow
 from service.search.rows import probes
@@ -16,64 +17,45 @@ from trainables.metrics.telemetry import decode_throttle
 
 BAD = ("failed", "oom", "infeasible", "stopped")
 MAX_OPEN = 12  # rows of a table that is not folded
+WAIT = "data wait s (min–max)"
+TRIAL_METRICS = ("images_per_s", "top1_pct", "epoch_s", "step_s")
 
 
-class Column(NamedTuple):
-    head: str
-    cell: Callable[[Row], str]
-    left: bool = False
-    page_only: bool = False
-
-
-def metric_column(name: str) -> Column:
-    return Column(names.label(name).head, lambda row: names.metric_cell(row.metrics, name))
-
-
-def axis_column(key: str, head: str) -> Column:
-    return Column(head, lambda row: str(value(row, key)))
-
-
-def trial_columns(result: RunResult, on_page: bool) -> list[Column]:
-    """What a trial ran on, how it ended, its speed, accuracy and cost, and what of a step waits for data."""
-    best, unit = result.best.id if result.best else None, result.unit
-    heads = (f"{unit}s", "batch", "loader workers")
-    keys = [*zip(SCALE_AXES, heads, strict=True), *((key, key) for key in result.space if key not in SCALE_AXES)]
-
-    def status(row: Row) -> str:
-        again = f"measured {len(row.measurements)} times" if row.measurements else ""
-        words = (row.status, "oversubscribed" if row.oversubscribed else "", again, "← best" if row.id == best else "")
-        reason = f": {row.reason}" if row.reason and not on_page else ""  # on the page it has a column
-        return " ".join(filter(None, words)) + reason
-
-    return [
-        Column("trial", lambda row: row.id),
-        Column("status", status, left=True),
-        *(axis_column(key, head) for key, head in keys),
-        metric_column("images_per_s"),
-        Column("±", error_cell, page_only=True),
-        metric_column("top1_pct"),
-        metric_column("epoch_s"),
-        Column(f"{unit}-s/epoch", lambda row: names.number(gpu_s_per_epoch(row)), page_only=True),
-        metric_column("step_s"),
-        Column("data wait s (min–max)", data_wait),
-        metric_column("data_pct"),
-        Column("duration s", lambda row: names.number(row.seconds or None, 1), page_only=True),
-        Column("reason", lambda row: row.reason, left=True, page_only=True),
-    ]
+def trial_cells(row: Row, result: RunResult, on_page: bool) -> dict[str, str]:
+    """What a trial ran on, how it ended, its speed, accuracy and cost, and how long steps wait for data, by column."""
+    m, unit = row.metrics, result.unit
+    keys = {key: names.axis(key, unit) for key in (*SCALE_AXES, *result.space)} | {GLOBAL_BATCH: "batch"}
+    again = f"measured {len(row.measurements)} times" if row.measurements else ""
+    best = "← best" if result.best is not None and row.id == result.best.id else ""
+    status = " ".join(filter(None, (row.status, "oversubscribed" if row.oversubscribed else "", again, best)))
+    shown = {names.label(name).head: names.metric_cell(m, name) for name in TRIAL_METRICS}
+    wait_s = [names.number(m.get(f"phase/data{part}_ms", math.nan) / 1e3, 4) for part in ("", "_min", "_max")]
+    return {
+        "trial": row.id,
+        "status": status if on_page or not row.reason else f"{status}: {row.reason}",
+        **{head: str(value(row, key)) for key, head in keys.items()},
+        "images/s": shown.pop("images/s"),
+        **({"±": names.short(row.error * speed(row)) if row.error and speed(row) else "–"} if on_page else {}),
+        **shown,
+        WAIT: f"{wait_s[0]} ({wait_s[1]}–{wait_s[2]})" if "phase/data_ms" in m else "–",
+        "data wait %": names.metric_cell(m, "data_pct"),
+        **({f"{unit}-s/epoch": names.number(gpu_s_per_epoch(row))} if on_page else {}),
+        **({"duration s": names.number(row.seconds or None, 1), "reason": row.reason} if on_page else {}),
+    }
 
 
 def trial_table(result: RunResult, rows: Sequence[Row], title: str, *, on_page: bool = True) -> Table:
     """A row a trial, the best one marked; a column without a value is left out."""
-    columns = [column for column in trial_columns(result, on_page) if on_page or not column.page_only]
-    cells = [[column.cell(row) for row in rows] for column in columns]
-    used = [index for index, column in enumerate(cells) if any(cell not in ("", "–") for cell in column)]
-    fixed = [column.head for key, column in zip(SCALE_AXES, columns[2:], strict=False) if key not in result.space]
+    frame = pd.DataFrame([trial_cells(row, result, on_page) for row in rows])
+    frame = frame.loc[:, ~frame.isin(["", "–"]).all()]
+    heads: list[str] = frame.columns.tolist()
+    fixed = [names.axis(key, result.unit) for key in SCALE_AXES if key not in result.space]
     return Table(
         title,
-        [columns[index].head for index in used],
-        list(zip(*(cells[index] for index in used), strict=True)),
-        left=[one.head for one, part in zip(columns, cells, strict=True) if one.left or any(cell[:1].isalpha() for cell in part)],
-        optional=["data wait s (min–max)", "data wait %", "s/step", *fixed, "s/epoch"],
+        heads,
+        frame.to_numpy().tolist(),
+        left=["status", "reason", *(head for head in heads if frame[head].str[:1].str.isalpha().any())],
+        optional=[WAIT, "data wait %", "s/step", *(head.replace("global batch", "batch") for head in fixed), "s/epoch"],
         marked=[index for index, row in enumerate(rows) if result.best is not None and row.id == result.best.id],
         folded=len(rows) > MAX_OPEN,
     )
@@ -83,7 +65,7 @@ def sweep_table(result: RunResult, rows: Sequence[Row], only: Collection[str] | 
     """The trials on the terminal, without what a guided search left out. `only`: those that there is room for."""
     trials = [row for row in rows if row.status != "untested"]
     points, tried = probes(rows), probes(trials)
-    count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else f"{len(trials)} trials"
+    count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else names.counted(len(trials), "trial")
     shown = [row for row in trials if only is None or row.id in only]
     return trial_table(result, shown, f"{result.name}: {count} by {result.metric} ({result.mode})", on_page=False)
 
@@ -99,20 +81,6 @@ def bad_trials(records: Records) -> Table | None:
     return trial_table(records.result, rows, f"{names.counted(len(rows), 'trial')} and their reasons") if rows else None
 
 
-def data_wait(row: Row) -> str:
-    """Mean seconds of a step that wait for data, with the least and the most."""
-    if "phase/data_ms" not in row.metrics:
-        return "–"
-    mean, low, high = (row.metrics[f"phase/data{part}_ms"] / 1e3 for part in ("", "_min", "_max"))
-    return f"{mean:.4f} ({low:.4f}–{high:.4f})"
-
-
-def error_cell(row: Row) -> str:
-    """One standard error of a trial's speed."""
-    error, images_per_s = row.error, speed(row)
-    return names.short(error * images_per_s) if error and images_per_s else "–"
-
-
 def speed(row: Row) -> float:
     """Images/s; 0 where a trial has none."""
     return float(row.metrics.get("images_per_s") or 0.0)
@@ -124,7 +92,7 @@ def heat_table(records: Records) -> Table | None:
     A combination with several trials has the best one of the sweep, or else the fastest, or else the first that ended. None where
     fewer than two combinations have a trial that ended, or none has a speed.
     """
-    best, unit, keys = records.best, records.unit, axes(records.rows)
+    best, unit, keys = records.best, records.result.unit, axes(records.rows)
     across_key = LOADER_WORKERS if LOADER_WORKERS in keys else GLOBAL_BATCH
     shown = [*(key for key in (NUM_WORKERS, GLOBAL_BATCH) if key != across_key), across_key]
     tried = [*([best] if best else []), *sorted(ran(records.rows), key=speed, reverse=True), *ended(records.rows)]
@@ -134,39 +102,39 @@ def heat_table(records: Records) -> Table | None:
     if len(cells) < 2 or not ran(records.rows):
         return None
     fastest = max(map(speed, tried))
+
+    def heat(row: Row | None) -> str | Shade:
+        if row is None:
+            return "–"
+        text, share = names.number(speed(row), 1) if speed(row) else row.status, (speed(row) / fastest) ** 2
+        if best is not None and row.id == best.id:
+            return Shade(f"{text} ★", share, "best")
+        return Shade(text, share, "" if share else "bad")
+
     *down, across = ([names.at(key, one, unit) for one in ordered(value(row, key) for row in tried)] for key in shown)
-    rows: list[list[str | Shade]] = []
-    for head in itertools.product(*down):
-        if any((*head, column) in cells for column in across):
-            rows.append([" × ".join(head), *(_heat(cells.get((*head, column)), best, fastest) for column in across)])
-    extras = [key for key in keys if key not in SCALE_AXES]
+    rows = [
+        [" × ".join(head), *(heat(cells.get((*head, column))) for column in across)]
+        for head in itertools.product(*down)
+        if any((*head, column) in cells for column in across)
+    ]
     caption = "Images/s; the stronger the color, the faster; ★ is the best trial."
     if any("–" in row for row in rows):
         pending = any(row.status == "pending" for row in records.rows)
         caption += " – has no result so far." if pending else " – was not tried."
-    caption += f" The fastest over {', '.join(extras)}." if extras else ""
+    if extras := [key for key in keys if key not in SCALE_AXES]:
+        caption += f" The fastest over {', '.join(extras)}."
     heads = [names.axis(key, unit) for key in shown]
-    title = f"Images/s by {', '.join(heads[:-1])} and {heads[-1]}"
-    return Table(title, ["", *across], rows, caption, left=[""], heads=True)
-
-
-def _heat(row: Row | None, best: Row | None, fastest: float) -> str | Shade:
-    if row is None:
-        return "–"
-    text = names.number(speed(row), 1) if speed(row) else row.status
-    share = (speed(row) / fastest) ** 2
-    if best is not None and row.id == best.id:
-        return Shade(f"{text} ★", share, "best")
-    return Shade(text, share, "" if share else "bad")
+    return Table(f"Images/s by {', '.join(heads[:-1])} and {heads[-1]}", ["", *across], rows, caption, left=[""], heads=True)
 
 
 def settings(records: Records) -> Table:
     """The experiment, each value with where it comes from."""
 
     def source(key: str) -> str:
-        parts = key.split(".")
-        found = (records.sources.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
-        return next((one for one in found if one), "default")
+        """That of the key, or of the nearest one above it that has one."""
+        while key and key not in records.result.sources:
+            key = key.rpartition(".")[0]
+        return records.result.sources.get(key, "default")
 
     rows = [[key, str(item), source(key)] for key, item in records.experiment.items()]
     columns = ["key", "value", "from"]
@@ -175,14 +143,18 @@ def settings(records: Records) -> Table:
 
 def phase_table(metrics: Mapping[str, float], title: str) -> Table | None:
     """Where a step's time goes: milliseconds per phase and their share of the step. None where no step was timed."""
-    rows = []
-    step = [PhaseShare("step", metrics["phase/step_ms"], 1.0)] if "phase/step_ms" in metrics else []
-    spread = ("min", "p50", "p95", "max")
-    for phase, mean_ms, share in [*phase_shares(metrics), *step]:
-        parts = (names.number(metrics.get(f"phase/{phase}_{name}_ms")) for name in spread)
-        rows.append([phase, names.number(mean_ms), *parts, names.number(100 * share, 1)])
-    columns = ["phase", "mean ms", *spread, "share %"]
-    return Table(title, columns, rows, left=["phase"], optional=spread) if rows else None
+    columns = {"mean ms": "", "min": "_min", "p50": "_p50", "p95": "_p95", "max": "_max"}
+    shares = names.phase_shares(metrics) | ({"step": 1.0} if "phase/step_ms" in metrics else {})
+    rows = [
+        [
+            phase,
+            *(names.number(metrics.get(f"phase/{phase}{part}_ms")) for part in columns.values()),
+            names.number(100 * share, 1),
+        ]
+        for phase, share in shares.items()
+    ]
+    heads = ["phase", *columns, "share %"]
+    return Table(title, heads, rows, left=["phase"], optional=("min", "p50", "p95", "max"), folded=True) if rows else None
 
 
 HARDWARE = {
@@ -198,7 +170,7 @@ HARDWARE = {
 
 def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
     """What the hardware did: a row a node and a row a GPU, means with the peak in brackets. None where nothing was sampled."""
-    sources = sorted({re.sub(r"/[^/]+$", "", name) for name in metrics if re.match(r"node\d+/", name)}, key=names.natural)
+    sources = sorted({name.rpartition("/")[0] for name in metrics if re.match(r"node\d+/", name)}, key=names.natural)
     rows = []
     for source in sources:
         cells = []

@@ -1,10 +1,11 @@
 """What won, why, how sure that is, and how to run it: sentences made of a sweep's rows."""
 
+import contextlib
 import json
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from service.config import strict_yaml
@@ -12,10 +13,10 @@ from service.config.experiment import read_resolved
 from service.config.space import LOADER_WORKERS
 from service.config.sweep import FRONT, TIME, TIME_S
 from service.report import labels as names
-from service.report.phase_shares import shares_text
-from service.report.run_records import UNRUN, Row, axes, best_of, ended, ran, rows_of, value
+from service.report.labels import shares_text
+from service.report.records import UNFINISHED, Row, axes, best_of, ended, ran, rows_of, value
 from service.runs.result import RunResult, TrialRow
-from service.runs.run_log import read_log
+from service.runs.run_log import RunLog
 from service.runs.stored.stored_runs import checkpoint, display_name, uri_of
 from service.search.points import SPARE_MEMORY
 from service.search.rows import probes
@@ -23,17 +24,18 @@ from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond
+ENDS = {"infeasible": " (cannot run on this cluster)", "oom": " (out of memory)"}
+"""What a status that does not say it itself means."""
 
 
 def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
     """The first line of a report: the winner's point and what it reached."""
-    m = best.metrics
-    sentences = [names.metric(key, m[key]) for key in dict.fromkeys((name, "images_per_s", "epoch_s", "top1_pct")) if key in m]
-    return f"{names.point(best, unit, keys)}: {', '.join(sentences)}"
+    reached = names.metrics_text(best.metrics, (name, "images_per_s", "epoch_s", "top1_pct"))
+    return f"{names.point(best, unit, keys)}: {reached}"
 
 
 def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> str:
-    """The second line: what each of the winner's values is worth beside the next best one, all others left as they are."""
+    """The second line: what each of the winner's values gains over the next best one, the others unchanged."""
     keys, pick = axes(rows), max if mode == "max" else min
     compared = [row for row in ran(rows) if row.metrics.get(metric) is not None]
     sentences = []
@@ -81,56 +83,49 @@ def ranking_metric(result: RunResult) -> tuple[str, str]:
 def bound(result: RunResult) -> list[str]:
     """How much better another point may be, and what the search for one has cost."""
     rows, search = probes(result.rows), result.search
-    unmeasured = sum(row.status in UNRUN for row in rows)
-    sentences = []
+    unmeasured, counted = sum(row.status in UNFINISHED for row in rows), names.counted(len(rows), "point")
     if search is not None:
-        tried = f"{len(rows) - unmeasured} of {len(rows)} points were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
-        sure = search.bound_pct is not None
         which = "each untrained point is at most" if result.metric == TIME else "no point is more than"
-        bound_sentence = f"With a probability of 90% {which} {search.bound_pct:.1f}% better; " if sure else ""
+        sure = f"With a probability of 90% {which} {search.bound_pct:.1f}% better; " if search.bound_pct is not None else ""
         share = f", {search.grid_share:.0%} of what measuring every point briefly would take" if search.grid_share else ""
-        sentences = [f"{bound_sentence}{tried}{share}."]
-        sentences.append(f"Why the search ended: {search.why}.")
-    elif unmeasured:
-        sentences = [f"{names.counted(unmeasured, 'point')} of {len(rows)} not tried yet: one of them may be better."]
-    elif result.policy in ("random", "asha"):
-        sentences = [f"{names.counted(len(rows), 'point')} drawn at random: another one may be better."]
-    elif rows:
-        sentences = [f"All points measured: {names.counted(len(rows), 'point')}, the whole space."]
-    return sentences
+        tried = f"{len(rows) - unmeasured} of {counted} were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
+        return [f"{sure}{tried}{share}.", f"Why the search ended: {search.why}."]
+    if unmeasured:
+        return [f"{names.counted(unmeasured, 'point')} of {len(rows)} not tried yet: one of them may be better."]
+    if result.policy in ("random", "asha"):
+        return [f"{counted} drawn at random: another one may be better."]
+    return [f"All points measured: {counted}, the whole space."] if rows else []
 
 
 def without_result(rows: Sequence[Row]) -> list[str]:
     """How many trials have no speed, and how they ended."""
-    tried, speeds = ended(rows), {row.id for row in ran(rows)}
-    unmeasured = [row for row in tried if row.id not in speeds]
-    if not unmeasured:
-        return []
-    ends = ", ".join(f"{count} {status}{names.ENDS.get(status, '')}" for status, count in names.statuses(unmeasured).items())
-    return [f"{len(unmeasured)} of {names.counted(len(tried), 'trial')} have no result: {ends}."]
+    speeds = {row.id for row in ran(rows)}
+    counts = Counter(row.status for row in ended(rows) if row.id not in speeds)
+    order = sorted(counts, key=lambda status: (status == "infeasible", status))
+    ends = [f"{counts[status]} {status}{ENDS.get(status, '')}" for status in order]
+    total = names.counted(len(ended(rows)), "trial")
+    return [f"{counts.total()} of {total} have no result: {', '.join(ends)}."] if ends else []
 
 
 def on_the_front(result: RunResult) -> list[str]:
     """What a search for speed and cost has found: no other trial beats one of these in both."""
-    if result.metric != FRONT:
+    if result.metric != FRONT or not result.search or not result.search.front:
         return []
-    rows = {row.id: row for row in rows_of(result)}
-    unit, keys = result.unit, axes(list(rows.values()))
-    sentences = ["the front of speed and cost:"]
-    for id in result.search.front if result.search else ():
+    rows, unit = {row.id: row for row in rows_of(result)}, result.unit
+    keys, sentences = axes(list(rows.values())), ["the front of speed and cost:"]
+    for id in result.search.front:
         m = rows[id].metrics
         cost = f"{names.short(m['gpu_s_per_epoch'])} {unit}-s/epoch"
         sentences.append(f"  {id}: {names.point(rows[id], unit, keys)}: {names.number(m['images_per_s'], 1)} images/s for {cost}")
-    return sentences if len(sentences) > 1 else []
+    return sentences
 
 
 def doubts(result: RunResult) -> list[str]:
     """What a reader has to know before believing the numbers."""
-    rows = result.rows
     sentences = []
-    if any(row.metrics.get("epoch_projected") for row in rows):
+    if any(row.metrics.get("epoch_projected") for row in result.rows):
         sentences.append("* projected from fewer steps than an epoch has")
-    if any(row.oversubscribed for row in rows):
+    if any(row.oversubscribed for row in result.rows):
         sentences.append(
             "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
         )
@@ -147,25 +142,23 @@ def memory_to_spare(result: RunResult) -> list[str]:
     if best is None or peak(best) <= 1 - SPARE_MEMORY:
         return []
     others = [row for row in ran(rows_of(result)) if metric in row.metrics and peak(row) <= 1 - SPARE_MEMORY]
-    pick = max if mode == "max" else min
-    following = pick(others, key=lambda row: float(row.metrics[metric])).id if others else None
-    instead = f"take trial {following}, the next best that leaves {SPARE_MEMORY:.0%}" if following else "no trial leaves more"
+    others.sort(key=lambda row: row.metrics[metric], reverse=mode == "max")
+    instead = f"take trial {others[0].id}, the next best that leaves {SPARE_MEMORY:.0%}" if others else "no trial leaves more"
     return [f"trial {best.id} took {peak(best):.1%} of a GPU's memory: a long run may not fit; {instead}"]
 
 
-def command(root: Path, best: TrialRow) -> str:
+def command(run_dir: RunDir, log: RunLog, best: TrialRow) -> str:
     """`distill train …` that trains at the winner's point, from the run's own experiment.
 
     The teacher, or the last assistant, that the sweep has trained is taken, where there is one; of a run in an object store a
     copy of it, which a comment tells the user to make.
     """
-    run_dir, is_copy, comment = RunDir(root), uri_of(root) is not None, ""
+    is_copy, comment = uri_of(run_dir.root) is not None, ""
     values = dict(best.params)
     if best.scale.loader_workers != "auto":
         values.setdefault(LOADER_WORKERS, best.scale.loader_workers)
     experiment = read_resolved(run_dir.experiment, reading=True).experiment
     preparation = experiment.preparation
-    log = read_log(run_dir)
     if trained := [name for name in preparation if (log.is_complete(name) if is_copy else run_dir.stage(name).best.exists())]:
         name = trained[-1]
         if name != "teacher":
@@ -182,22 +175,28 @@ def command(root: Path, best: TrialRow) -> str:
 def written(item: Any) -> str:
     """A value as `--set` reads it back: JSON is YAML, and a text that YAML takes for text needs no quotes."""
     if isinstance(item, str):
-        try:
+        with contextlib.suppress(ExperimentError):
             if strict_yaml.parse(item, "") == item:
                 return item
-        except ExperimentError:
-            pass
     return json.dumps(item)
 
 
-def lines(result: RunResult, rows: Sequence[Row]) -> list[str]:
-    """The lines under a sweep's table. `rows`: its trials."""
+def lead(result: RunResult, rows: Sequence[Row]) -> list[str]:
+    """Which of a sweep's trials won, why, by how much, and where its step's time goes."""
     best = best_of(result, rows)
     if best is None:
-        return ["no trial is complete: nothing to compare yet", *without_result(rows)]
+        count = f"{len(ended(rows))} of {names.counted(len(rows), 'trial')} have ended"
+        return ["no trial is complete: nothing to compare yet", *([count] if rows else [])]
     unit, (metric, mode) = result.unit, ranking_metric(result)
-    sentences = [f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}"]
-    sentences.append(why(rows, best, metric, mode, unit))
-    if shares := shares_text(best.metrics):
-        sentences.append(f"its step: {shares}")
-    return [*sentences, *on_the_front(result), *without_result(rows), *bound(result), *doubts(result)]
+    shares = shares_text(best.metrics)
+    return [
+        f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}",
+        why(rows, best, metric, mode, unit),
+        *([f"its step: {shares}"] if shares else []),
+    ]
+
+
+def notes(result: RunResult, rows: Sequence[Row]) -> list[str]:
+    """What else there is to know of a sweep: its front, what has no result, how sure the winner is."""
+    sure = [*bound(result), *doubts(result)] if result.best is not None else []
+    return [*on_the_front(result), *without_result(rows), *sure]

@@ -1,1 +1,1 @@
-"""`distill reproduce`: a table of published accuracies as sweeps, and ours beside it."""
+"""`distill reproduce`: a table of published accuracies as sweeps, and ours next to it."""

@@ -1,6 +1,6 @@
 """A reproduction: its sweeps one after the other, each continued where an earlier call has stopped, and the comparison."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -8,15 +8,15 @@ from service.report import end_of_run
 from service.reproduce.sweeps import PlannedSweep, Request
 from service.reproduce.table import Table
 from service.reproduce.verdict import Verdict, compare_accuracy
-from service.runs.preflight import check_checkpoints
-from service.runs.result import RunResult, TrialRow
-from service.runs.run_directory import begin_run, reopen
+from service.runs.preflight import check_checkpoints, check_data_of_run
+from service.runs.result import RunResult
+from service.runs.run_directory import begin_run, check_same, has_begun, reopen
 from service.runs.run_log import read_log
 from service.sweeps.preflight import check_sweep
 from service.sweeps.sweep import sweep
 from trainables.config import DataIdentity
 from trainables.data.source import open_source
-from trainables.errors import ExperimentError, TrainingError
+from trainables.errors import TrainingError
 from trainables.rundir import RunDir, create_private, write_json
 
 
@@ -60,26 +60,22 @@ class Cell:
     """Why a seed has no accuracy."""
 
 
-def check_same(job: Reproduction) -> None:
+def check_begun(job: Reproduction) -> None:
     """Refuse a folder of other runs, whose accuracies would be taken for these. Raises ExperimentError."""
     for planned in job.sweeps:
-        run_dir = job.run_dir(planned)
-        if run_dir.events.exists() and reopen(run_dir.root, to_continue=True)[0].experiment != planned.resolved.experiment:
-            raise ExperimentError(
-                f"{run_dir.root} holds other runs than these: give the command as it was, or choose another --out"
-            )
+        if has_begun(path := job.run_dir(planned).root):
+            check_same("sweep", planned.resolved, path)
 
 
 def prepare(job: Reproduction) -> DataIdentity | None:
     """Refuse what cannot be run, before the first sweep starts. Returns what the data of all is. Raises DistillError."""
     data = None
     for planned in job.sweeps:
-        _, data = check_sweep(planned.resolved)
-        if (run_dir := job.run_dir(planned)).events.exists():
-            _, _, result = reopen(run_dir.root)
+        resolved, data = check_sweep(planned.resolved)
+        if has_begun((run_dir := job.run_dir(planned)).root):
+            result = read_log(run_dir).result
             check_checkpoints(run_dir, result)
-            if result.data not in (None, data):
-                raise ExperimentError(f"{run_dir.root} holds runs on other data: restore it, or choose another --out")
+            check_data_of_run(str(run_dir.root), resolved.experiment, result, data, accept_new=False)
     return data
 
 
@@ -102,7 +98,7 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
     failed = []
     for planned in job.sweeps:
         run_dir = job.run_dir(planned)
-        if not run_dir.events.exists():
+        if not has_begun(run_dir.root):
             create_private(job.root)
             run_dir.root.mkdir(parents=True, exist_ok=True)
             begin_run(planned.resolved, "sweep", run_dir, job.root)
@@ -120,16 +116,15 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
 def cells(job: Reproduction) -> list[Cell]:
     """Every requested published number with what there is of it so far."""
     results = {planned.name: job.result(planned) for planned in job.sweeps}
-    rows = {name: {row.id: row for row in result.rows} if result else {} for name, result in results.items()}
-    return [_cell(job, pair, column, rows) for pair, column in job.request.cells(job.table)]
+    return [_cell(job, pair, column, results) for pair, column in job.request.cells(job.table)]
 
 
-def _cell(job: Reproduction, pair: str, column: str, rows: dict[str, dict[str, TrialRow]]) -> Cell:
-    """`rows`: of each sweep the rows that it has."""
-    table = job.table
-    student, teacher = table.pairs[pair].student, table.pairs[pair].teacher
+def _cell(job: Reproduction, pair: str, column: str, results: Mapping[str, RunResult | None]) -> Cell:
+    """`results`: of each sweep what there is."""
+    table, (student, teacher) = job.table, (job.table.pairs[pair].student, job.table.pairs[pair].teacher)
     planned = next(p for p in job.sweeps if (student, column) in p.rows and p.teacher in (None, teacher))
-    trials = [rows[planned.name][trial] for trial in planned.rows[student, column] if trial in rows[planned.name]]
+    result, ids = results[planned.name], planned.rows[student, column]
+    trials = [row for row in result.rows if row.id in ids] if result else []
     finished = [trial.metrics for trial in trials if trial.status == "ok"]
     published = table.published(pair, column)
     assert published is not None
@@ -139,7 +134,7 @@ def _cell(job: Reproduction, pair: str, column: str, rows: dict[str, dict[str, T
         best=[metrics["best_top1_pct"] for metrics in finished],
         epoch=table.source_of(column).epoch,
         num_published=table.num_runs(pair, column),
-        least_tolerance=table.tolerance_pct,
+        min_tolerance=table.tolerance_pct,
         num_seeds=len(job.request.seeds),
         comparable=not job.changed,
     )

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.config.dotted import flatten, merge, put
+from service.config.dotted import merge, put
 from service.config.experiment import Resolved, load, parse_override, validate
-from service.config.paths import absolute
 from service.reproduce.table import ALONE, Table
 from trainables.errors import ExperimentError, did_you_mean
 
@@ -21,7 +20,6 @@ HARMLESS = (
     "data.loader",
     "data.prefetch_batches",
     "data.stage",
-    "data.cache",
     "data.cache_mib",
     "scale.use_gpu",
     "scale.cpus_per_worker",
@@ -104,14 +102,12 @@ class PlannedSweep:
     @property
     def num_epochs(self) -> int:
         """Epochs of all its runs, with the teacher's and the init stages of methods that have one."""
-        experiment = self.resolved.experiment
+        experiment, total = self.resolved.experiment, 0
+        for point in experiment.sweep.points:
+            total += int(point.get("optim.epochs", experiment.optim.epochs))
+            total += sum(int(epochs) for key, epochs in point.items() if key.endswith(".init_epochs"))
         teacher = (experiment.teacher.epochs if experiment.teacher else None) or experiment.optim.epochs
-        return sum(map(self.epochs_of, experiment.sweep.points)) + self.trained_teacher * teacher
-
-    def epochs_of(self, point: Mapping[str, Any]) -> int:
-        """Epochs of one of its points."""
-        stages = sum(int(epochs) for key, epochs in point.items() if key.endswith(".init_epochs"))
-        return stages + int(point.get("optim.epochs", self.resolved.experiment.optim.epochs))
+        return total + self.trained_teacher * teacher
 
 
 def changes(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -130,17 +126,6 @@ def _within(key: str, sections: Sequence[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-@dataclass
-class _Trials:
-    """The trials of one sweep."""
-
-    points: list[dict[str, Any]]
-    first_points: dict[tuple[str, str], dict[str, Any]]
-    """(pair, column) → its point with the first seed."""
-    rows: dict[tuple[str, str], tuple[int, ...]]
-    """(student, column) → indices of its points."""
-
-
 def compose(
     table: Table, request: Request, overrides: Sequence[str], data: str | None, teachers: Path | None
 ) -> list[PlannedSweep]:
@@ -151,66 +136,30 @@ def compose(
     settings = [*overrides, *([f"data.path={data}"] if data is not None else [])]
     set_keys = [parse_override(text)[0] for text in settings]
     base = load(table.recipe, settings)
-    tree = base.experiment.model_dump(mode="json")
-    tree["data"]["path"] = absolute(tree["data"]["path"])
-    sweeps = []
+    tree, sweeps = base.experiment.model_dump(mode="json"), []
     for teacher in (None, *dict.fromkeys(table.pairs[name].teacher for name in request.pairs)):
-        trials = _trials_of(table, request, teacher, set_keys)
-        if not trials.points:
-            continue
         name = "students" if teacher is None else f"teacher-{teacher}"
-        common = _common(tree, table, teacher, teachers, name)
-        for (pair, column), point in trials.first_points.items():
-            sources = {key: source for key, source in _sources(table, pair, column).items() if not _within(key, set_keys)}
-            where = f"pairs.{pair}.{column} of the table" + (", with what --set changes" if overrides else "")
-            validate(_with(common, point), where, {**base.sources, **sources})
-        searched = {"student.model": trials.points[0]["student.model"], "sweep.points": trials.points}
-        experiment = validate(_with(common, searched), f"table {table.title}")
-        width = max(3, len(str(len(trials.points) - 1)))  # as a sweep numbers its trials
-        rows = {key: tuple(f"{index:0{width}d}" for index in indices) for key, indices in trials.rows.items()}
-        sweeps.append(PlannedSweep(name, teacher, Resolved(experiment, base.sources), rows))
-    return sweeps
-
-
-def _trials_of(table: Table, request: Request, teacher: str | None, set_keys: Sequence[str]) -> _Trials:
-    """The trials of the students of one teacher, or without one; none for a student and column that are already among them."""
-    trials = _Trials([], {}, {})
-    for name in request.pairs:
-        pair = table.pairs[name]
-        for column in request.columns if teacher in (None, pair.teacher) else ():
-            key = (pair.student, column)
-            if table.published(name, column) is None or (teacher is None) is not (column == ALONE) or key in trials.rows:
+        points, rows = list[dict[str, Any]](), dict[tuple[str, str], range]()
+        for pair, column in request.cells(table):
+            key = (student, column) = (table.pairs[pair].student, column)
+            if (teacher is None) is not (column == ALONE) or teacher not in (None, table.pairs[pair].teacher) or key in rows:
                 continue
-            settings = {"student.model": pair.student, **_settings(table, name, column)}
-            point = {key: value for key, value in settings.items() if not _within(key, set_keys)}
-            trials.rows[key] = tuple(range(len(trials.points), len(trials.points) + len(request.seeds)))
-            trials.first_points[name, column] = {**point, "seed": request.seeds[0]}
-            trials.points += [{**point, "seed": seed} for seed in request.seeds]
-    return trials
-
-
-def _settings(table: Table, pair: str, column: str) -> dict[str, Any]:
-    """Dotted keys and values of a cell: the student's, the column's over them, and those of the pair over both."""
-    merged: dict[str, Any] = {}
-    for _, settings in _layers(table, pair, column):
-        merged = merge(merged, settings)
-    return flatten(merged)
-
-
-def _sources(table: Table, pair: str, column: str) -> dict[str, str]:
-    """Dotted keys of a cell, and the table's key that has each one's value."""
-    layers = _layers(table, pair, column)
-    return {key: f"{table_key} of the table" for table_key, settings in layers for key in flatten(settings)}
-
-
-def _layers(table: Table, pair: str, column: str) -> list[tuple[str, dict[str, Any]]]:
-    """Keys of the table and their settings, of which the later ones count more."""
-    row = table.pairs[pair]
-    student = (f"students.models.{row.student}.settings", table.students.models[row.student].settings)
-    if column == ALONE:
-        return [student]
-    method = (f"columns.{column}.settings", table.columns[column].settings)
-    return [student, method, (f"pairs.{pair}.settings.{column}", row.settings.get(column, {}))]
+            if not points:
+                common = _common(tree, table, teacher, teachers, name)
+            values = {"student.model": student, **table.settings(pair, column)}
+            point = {key: value for key, value in values.items() if not _within(key, set_keys)}
+            where = f"pairs.{pair}.{column} of the table" + (", with what --set changes" if overrides else "")
+            others = {key: source for key, source in base.sources.items() if key not in point}
+            validate(_with(common, {**point, "seed": request.seeds[0]}), where, others)
+            rows[key] = range(len(points), len(points) + len(request.seeds))
+            points += [{**point, "seed": seed} for seed in request.seeds]
+        if points:
+            searched = {"student.model": points[0]["student.model"], "sweep.points": points}
+            resolved = Resolved(validate(_with(common, searched), f"table {table.title}"), base.sources)
+            width = max(3, len(str(len(points) - 1)))  # as a sweep numbers its trials
+            ids = {key: tuple(f"{index:0{width}d}" for index in indices) for key, indices in rows.items()}
+            sweeps.append(PlannedSweep(name, teacher, resolved, ids))
+    return sweeps
 
 
 def _common(tree: Mapping[str, Any], table: Table, teacher: str | None, teachers: Path | None, name: str) -> dict[str, Any]:

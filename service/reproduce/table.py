@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service.config import strict_yaml
+from service.config.dotted import flatten, merge
 from service.config.files import recipes, shipped
 from service.config.messages import problems_of
 from trainables.config import Count, Section
@@ -135,6 +136,14 @@ class Table(Section):
         """The published accuracy in percent; None where the table has none."""
         row = self.pairs[pair]
         return self.students.models[row.student].top1_pct if column == ALONE else row.top1_pct.get(column)
+
+    def settings(self, pair: str, column: str) -> dict[str, Any]:
+        """Dotted keys and values of a cell: the student's, the column's over them, and those of the pair over both."""
+        row = self.pairs[pair]
+        merged = self.students.models[row.student].settings
+        if column != ALONE:
+            merged = merge(merge(merged, self.columns[column].settings), row.settings.get(column, {}))
+        return flatten(merged)
 
 
 def shipped_tables() -> dict[str, str]:

@@ -66,7 +66,7 @@ def compare_accuracy(
     *,
     epoch: Literal["last", "best"],
     num_published: int,
-    least_tolerance: float,
+    min_tolerance: float,
     num_seeds: int,
     comparable: bool,
 ) -> Verdict:
@@ -78,7 +78,7 @@ def compare_accuracy(
     ours = means[epoch]
     if ours is None:
         return Verdict(published, num_published, epoch, None, None, None, "-")
-    allowed = tolerance(ours, num_published, least_tolerance)
+    allowed = tolerance(ours, num_published, min_tolerance)
     outcome: Outcome = "pass" if abs(ours.value - published) <= allowed else "fail"
     if not comparable:
         outcome = "not comparable"

@@ -5,9 +5,10 @@ Reads the run's log and the stages' `logs/train.log`, so that watching never dis
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from service.cluster import local_ray
-from service.runs.events import Event, EventTail
+from service.runs.events import Event, EventTail, Tail
 from trainables.errors import printable
-from trainables.rundir import StageDir, lines_after
+from trainables.rundir import StageDir
 
 T = TypeVar("T")
 SHOWN_WITH_BARS = (" teacher.cache: ", "% top-1 on ", " teacher's accuracy ")
@@ -70,49 +71,11 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
 
 
 @dataclass
-class LineTail:
-    """Complete lines that a growing file has gained since the last look."""
-
-    path: Path
-    offset: int | None = 0
-    """Behind the last line; None: at the end that the file will have once its size can be read."""
-
-    @classmethod
-    def at_end(cls, path: Path) -> LineTail:
-        """The lines that a file will gain from now on."""
-        return cls(path, _size(path))
-
-    def lines(self) -> list[str]:
-        """No lines while the file cannot be read, as on a file server that is down for a while."""
-        if self.offset is None:
-            self.offset = _size(self.path)
-        if self.offset is None:
-            return []
-        try:
-            lines = lines_after(self.path, self.offset)
-        except OSError:
-            return []
-        if lines:
-            self.offset = lines[-1].end
-        return [line.raw.decode(errors="replace") for line in lines]
-
-
-def _size(path: Path) -> int | None:
-    """Bytes of a file, 0 where there is none; None: its server does not answer."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-    except OSError:
-        return None
-
-
-@dataclass
 class Followed:
     """A stage on the display."""
 
     label: str
-    log: LineTail
+    log: Tail
     task: TaskID | None
     steps: int = 0
 
@@ -131,6 +94,7 @@ class Display:
         self._followed: dict[str, Followed] = {}
         """By their names in the log."""
         self._events: EventTail | None = None
+        self._readers: list[Callable[[Event], None]] = []
         self._bars: Progress | None = None
         self._overall: TaskID | None = None
         self._shown, self._shown_s = (-1, 0, ""), 0.0
@@ -172,9 +136,18 @@ class Display:
             self._shown, self._shown_s = shown, now_s
             self.print(", ".join(filter(None, (f"{done} of {total} trials", note))))
 
-    def watch(self, path: Path) -> None:
-        """Take the numbers of followed stages from what the log of a run gains from now on."""
-        self._events = EventTail(path, _size(path) or 0)
+    def watch(self, path: Path, offset: int = 0) -> None:
+        """Take the numbers of followed stages from the log of a run, behind this offset."""
+        self._events = EventTail(path, offset)
+
+    @contextlib.contextmanager
+    def reading(self, reader: Callable[[Event], None]) -> Iterator[None]:
+        """Inside the context `reader` is called with every event that the watched log gains, behind those before it."""
+        self._readers.append(reader)
+        try:
+            yield
+        finally:
+            self._readers.remove(reader)
 
     def follow(self, label: str, name: str, stage: StageDir, events: Iterable[Event] = ()) -> None:
         """Show a stage, `name` in the log: after a resume the earlier lines are not shown again.
@@ -183,26 +156,37 @@ class Display:
         """
         if name not in self._followed:
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
-            self._followed[name] = Followed(label, LineTail.at_end(stage.log), task)
+            self._followed[name] = Followed(label, Tail(stage.log, None), task)
             for event in events:
                 self._followed[name].take_start(event)
 
     def unfollow(self, name: str) -> None:
         """Show a stage no longer, or all of a trial by its folder (`trials/003`)."""
-        self.tick()
         for each in [each for each in self._followed if f"{each}/".startswith(f"{name}/")]:
             followed = self._followed.pop(each)
+            self._show_lines(followed)
             if followed.task is not None and self._bars:
                 self._bars.remove_task(followed.task)
 
     def tick(self) -> None:
+        """Show what there is by now."""
         for followed in self._followed.values():
-            for line in followed.log.lines():
-                if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
-                    self.print(f"[{followed.label}] {line}")
+            self._show_lines(followed)
+        self.read_events()
+
+    def read_events(self) -> None:
+        """Take up what the log has gained. Raises as its readers do."""
         for event in self._events.new() if self._events else ():
             if (found := self._followed.get(event.get("stage", ""))) is not None and "metrics" in event:
                 self._update(found, event)
+            for read in self._readers:
+                read(event)
+
+    def _show_lines(self, followed: Followed) -> None:
+        for each in followed.log.lines():
+            line = each.raw.decode(errors="replace")
+            if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
+                self.print(f"[{followed.label}] {line}")
 
     def _update(self, followed: Followed, event: Event) -> None:
         if self._bars is None or followed.task is None:

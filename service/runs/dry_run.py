@@ -105,7 +105,7 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
         "distill": config.distill,
         "optim": {**optim, "losses": losses},
         "data": config.data.model_dump(include={"image_size", "global_batch_size", "labels", "device_augment"}),
-        "train": {"gradient_checkpointing": config.train.gradient_checkpointing},
+        "train": config.train.model_dump(include={"gradient_checkpointing", "progressive"}),
         "precision": config.precision,
         "scale": scale.model_dump(include={"sync_batch_norm", "pipeline_stages", "micro_batches", "cut"})
         | {"num_workers": scale.pipeline_stages},

@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from service.runs.evaluate import carry_out, resolve
-from service.runs.run_directory import check_writable
+from service.runs.evaluate import resolve, run_evaluation
 from trainables.config import FEATURES_TAP
 from trainables.errors import ExperimentError
 from trainables.rundir import replacing, unwritable_reason, write_text
@@ -34,7 +33,6 @@ def embed(
         raise ExperimentError(f"--to {to}: write a file of the name FILE.parquet or FILE.npy")
     if reason := unwritable_reason(to.parent):
         raise ExperimentError(f"--to {to} cannot be written: {reason}")
-    check_writable(root, None)
     checkpoint, name = (model, None) if weights is None else (weights, model)
     config = resolve(checkpoint, data_path, overrides, name, weights_key, measure="embed", tap=tap)
 
@@ -45,7 +43,7 @@ def embed(
             with replacing(to) as temporary:
                 shutil.copyfile(features, temporary)
 
-    return carry_out(config, model, root, take)
+    return run_evaluation(config, model, root, take)
 
 
 def write_npy(features: Path, to: Path) -> None:

@@ -43,28 +43,28 @@ class EventLog:
             raise ExperimentError(f"{path}: {writer}: wait until that ends, or end what `fuser {path}` names")
         self.path, self._lock = path, lock
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        self._is_loaded = False
         self._load()
-        if not self._size:
+        if not self.size:
             self.append([first_event()])
             fsync_directory(path.parent)
 
     def _load(self) -> None:
-        """Take up what the file has: again after a failed write, be it that it could not be read at once."""
+        """Take up what the file has, unless that is done: again after a failed write, be it that it could not be read at once."""
+        if self._is_loaded:
+            return
         self._offsets: dict[str, list[tuple[int, int]]] = {}
         self._recorded: dict[str, set[tuple[Any, ...]]] = {}
         self._attempts: dict[str, int] = {}
-        begin = 0
+        self._end = 0
         for line in log_lines(self.path):
-            if (found := parsed(line, self.path)) is not None:
-                self._take(found)
-                self._index(found, begin, line.end)
-            begin = line.end
-        self._size = os.fstat(self._file).st_size
-        self._is_torn = self._size > begin
-        last = Line(self.read(begin, self._size), self._size)
-        if (found := parsed(last, self.path)) is not None:  # a whole one, which lacks its end alone
-            self._take(found)
-            self._index(found, begin, self._size)
+            self._take(parsed(line, self.path), line.end)
+        self.size = os.fstat(self._file).st_size
+        """Bytes of what it has."""
+        self._is_torn = self.size > self._end
+        last = Line(self.read(self._end, self.size), self.size)
+        self._take(parsed(last, self.path), self.size)  # where it is whole, and lacks its end alone
+        self._end += self._is_torn
         self._is_loaded = True
 
     @property
@@ -90,9 +90,8 @@ class EventLog:
 
         Raises OSError: the disk is full or cannot be written; the log is as it was.
         """
-        if not self._is_loaded:
-            self._load()
-        refusals, accepted = list[Exception | None](), list[tuple[Event, bytes]]()
+        self._load()
+        refusals, accepted = list[Exception | None](), list[bytes]()
         for events, attempt in groups:
             try:
                 accepted += self._accept(events, attempt)
@@ -100,18 +99,23 @@ class EventLog:
             except (StaleAttemptError, TypeError, ValueError) as refusal:
                 refusals.append(refusal)
         if accepted:
-            self._write(accepted)
+            self._write(b"\n" * self._is_torn + b"".join(accepted))
         return refusals
 
-    def _accept(self, events: Sequence[Event], attempt: int | None) -> list[tuple[Event, bytes]]:
-        """What of the events the log has not got yet, with its line; from here on it counts as recorded.
+    def check_attempt(self, stage: str, attempt: int) -> None:
+        """Raises StaleAttemptError: a newer attempt at the stage has begun. Raises OSError: the log cannot be read."""
+        self._load()
+        if attempt < self._attempts.get(stage, 0):
+            raise StaleAttemptError(stage, attempt)
+
+    def _accept(self, events: Sequence[Event], attempt: int | None) -> list[bytes]:
+        """The lines of those events that the log has not got yet; from here on they count as recorded.
 
         Raises StaleAttemptError; TypeError, ValueError: JSON does not have what is in one. Then none of them counts.
         """
         attempts = {} if attempt is None else {each["stage"]: attempt for each in events}
         for stage, number in attempts.items():
-            if number < self._attempts.get(stage, 0):
-                raise StaleAttemptError(stage, number)
+            self.check_attempt(stage, number)
         lines = [to_line(each) for each in events]
         self._attempts |= attempts
         accepted = []
@@ -123,63 +127,51 @@ class EventLog:
             if "refused_with" in each and any(kind == "trial_ended" for kind, *_ in recorded):
                 continue
             if _mark(each) not in recorded:
-                self._take(each)
-                accepted.append((each, line))
+                self._take(each, self._end + len(line))
+                accepted.append(line)
         return accepted
 
-    def _take(self, each: Event) -> None:
+    def _take(self, each: Event | None, end: int) -> None:
+        """Take up what the line has that ends at this offset."""
+        begin, self._end = self._end, end
+        if each is None:
+            return
+        key = _key(each)
         if each["kind"] == "attempt":
             self._attempts[each["stage"]] = each["attempt"]
         elif each["kind"] == "discarded":
-            self._recorded.pop(_key(each), None)
-        marks = self._recorded.setdefault(_key(each), set())
+            self._recorded.pop(key, None)
+            self._offsets.pop(key, None)
+        marks = self._recorded.setdefault(key, set())
         marks.add(_mark(each))
         if each["kind"] == "start":  # which would be a resume if its call came twice
             marks.add(_mark(_as_resume(each)))
-
-    def _index(self, each: Event, begin: int, end: int) -> None:
-        key = _key(each)
-        if each["kind"] == "discarded":
-            self._offsets.pop(key, None)
-        else:
+        if each["kind"] != "discarded":
             self._offsets.setdefault(key, []).append((begin, end))
 
-    def _write(self, accepted: Sequence[tuple[Event, bytes]]) -> None:
+    def _write(self, content: bytes) -> None:
         try:
-            rest = memoryview(b"\n" * self._is_torn + b"".join(line for _, line in accepted))
+            rest = memoryview(content)
             while rest:
                 rest = rest[os.write(self._file, rest) :]
             os.fsync(self._file)
         except BaseException as error:  # of any kind, such as Ctrl-C
             with contextlib.suppress(OSError):  # what cannot be cut off is ended by the next write
-                os.ftruncate(self._file, self._size)
+                os.ftruncate(self._file, self.size)
             self._is_loaded = False
             if isinstance(error, OSError):
                 error.filename = str(self.path)
             raise
-        begin = self._size + self._is_torn
-        for each, line in accepted:
-            self._index(each, begin, begin + len(line))
-            begin += len(line)
-        self._size, self._is_torn = begin, False
+        self.size, self._is_torn = self._end, False
 
     def of(self, key: str) -> list[Event]:
         """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself.
 
         Raises OSError: it cannot be read.
         """
-        if not self._is_loaded:
-            self._load()
-        found = []
-        for begin, end in self._offsets.get(key, ()):
-            if (each := parsed(Line(self.read(begin, end), end), self.path)) is not None:
-                found.append(each)
-        return found
-
-    @property
-    def size(self) -> int:
-        """Bytes of what it has."""
-        return self._size
+        self._load()
+        lines = [Line(self.read(begin, end), end) for begin, end in self._offsets.get(key, ())]
+        return [each for line in lines if (each := parsed(line, self.path)) is not None]
 
     def read(self, begin: int, end: int) -> bytes:
         """The bytes from one offset to another."""

@@ -8,7 +8,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ FIELDS: dict[str, dict[str, type]] = {
 """Kind → the fields that each event of it has beside `kind` and `time_ms` (unix). It may have more, such as `trial`.
 
 `log`: its `id` distinguishes the log from every other one. `session_begun` has the `tags` that say what code runs.
+`stage_ended`: of a run's own stages; what a trial's ended in is in its `trial_ended`.
 `stage` is the stage's folder, relative to the run's: `student`, `trials/003/student-2`. `checkpoint`: its `names` in the stage's
 `checkpoints/`. `result`: fields of `RunResult` that
 have changed; of `trials` the rows that have. `attempt`: workers begin on a stage, numbered throughout the log. `summary` has
@@ -104,19 +104,38 @@ def _problem(record: Event) -> str:
     return ""
 
 
-class EventTail:
-    """The events that a log has gained since the last look."""
+class Tail:
+    """The complete lines that a growing file has gained since the last look."""
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
+    def __init__(self, path: Path, offset: int | None = 0) -> None:
+        """`offset`: behind the last line; None: at the end that the file has once its size can be read, best now."""
         self.path, self.offset = path, offset
+        if offset is None:
+            self.lines()
 
-    def new(self) -> Iterator[Event]:
+    def lines(self) -> list[Line]:
         """None while the file cannot be read, as on a file server that is down."""
         try:
+            if self.offset is None:
+                self.offset = _size(self.path)
             lines = lines_after(self.path, self.offset)
         except OSError:
-            return
-        for line in lines:
-            self.offset = line.end
-            if (found := parsed(line, self.path)) is not None:
-                yield found
+            return []
+        if lines:
+            self.offset = lines[-1].end
+        return lines
+
+
+class EventTail(Tail):
+    """The events that a log has gained since the last look."""
+
+    def new(self) -> list[Event]:
+        """See `Tail.lines`."""
+        return [found for line in self.lines() if (found := parsed(line, self.path)) is not None]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

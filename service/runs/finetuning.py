@@ -8,7 +8,7 @@ from trainables.errors import ExperimentError
 from trainables.notices import notice
 
 OTHER_CLASSES = "the classes of teacher.weights"
-"""The source of a `teacher.finetune` that nobody has written."""
+"""The source of a `teacher.finetune` that was not written."""
 
 
 def with_finetuning(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:

@@ -1,38 +1,20 @@
-"""A run's copies of the files of methods and models that its experiment names: it goes on with the code with which it began.
+"""A run's copies of the files of methods and models that its experiment names: it continues with the code with which it began.
 
-`methods/index.json` holds for each file, as the experiment names it, the name of its copy and the SHA-256 of its text.
+`methods/index.json`: each file, as the experiment names it → the name of its copy, STEM-HASH.py with the hash of its text.
 """
 
-import difflib
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from service.config.messages import problems_of
 from service.config.rules import method_names, model_names
 from service.config.schema import Experiment
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic, write_json
 from trainables.user_code import read_source, use_copies
 
-VERSION = 1
-
-
-class MethodCopy(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    file: str
-    """In `RunDir.methods`."""
-    sha256: str
-
-
-class CopiesIndex(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: int = VERSION
-    copies: dict[str, MethodCopy]
+HASH_DIGITS = 12
 
 
 def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
@@ -45,13 +27,11 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
     use_copies({})
     copies = {}
     for name in (*method_names(experiment), *model_names(experiment).values()):
-        if (source := read_source(name)) is None:
-            continue
-        path, text, sha256 = source
-        copies[str(path)] = MethodCopy(file=f"{path.stem}-{sha256[:12]}.py", sha256=sha256)
-        write_atomic(run_dir.methods / copies[str(path)].file, text.encode(errors="surrogateescape"))
+        if (source := read_source(name)) is not None:
+            copies[str(source.path)] = f"{source.path.stem}-{source.sha256[:HASH_DIGITS]}.py"
+            write_atomic(run_dir.methods / copies[str(source.path)], source.text.encode(errors="surrogateescape"))
     if copies:
-        write_json(run_dir.methods_index, CopiesIndex(copies=copies).model_dump())
+        write_json(run_dir.methods_index, copies)
     use_copies_of(run_dir)
 
 
@@ -60,45 +40,29 @@ def use_copies_of(run_dir: RunDir) -> None:
 
     Raises ExperimentError: a copy is missing or was changed.
     """
-    found = {}
-    for name, copy in _read_index(run_dir).items():
-        path = run_dir.methods / copy.file
-        source = read_source(f"{path}:Method")
-        if source is None or source[2] != copy.sha256:
+    copies = _copies(run_dir)
+    for path in copies.values():
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest()[:HASH_DIGITS] != path.stem[-HASH_DIGITS:]:
             raise ExperimentError(f"{path} was changed after the run began: put back its text, or begin a new run")
-        found[name] = path
-    use_copies(found)
+    use_copies(copies)
 
 
 def changed_methods(run_dir: RunDir) -> Iterator[str]:
-    """One line for each file that differs from the copy with which the run goes on."""
-    for name, copy in _read_index(run_dir).items():
-        path = run_dir.methods / copy.file
-        if not Path(name).is_file():
-            yield f"{name} no longer exists: the run continues with its copy {path}"
-            continue
-        before, now = (file.read_text(errors="replace").splitlines() for file in (path, Path(name)))
-        changes = [line[0] for line in difflib.unified_diff(before, now, n=0, lineterm="") if line[:3] not in ("---", "+++")]
-        if before != now:
-            yield (
-                f"{name} has changed since the run began ({changes.count('+')} lines added, {changes.count('-')} removed): "
-                f"the run goes on with its copy {path}"
-            )
+    """One line for each file that differs from the copy with which the run continues."""
+    for name, path in _copies(run_dir).items():
+        exists = Path(name).is_file()
+        if not exists or Path(name).read_bytes() != path.read_bytes():
+            changed = "has changed since the run began" if exists else "no longer exists"
+            yield f"{name} {changed}: the run continues with its copy {path}"
 
 
-def _read_index(run_dir: RunDir) -> dict[str, MethodCopy]:
-    path = run_dir.methods_index
-    if not path.exists():
+def _copies(run_dir: RunDir) -> dict[str, Path]:
+    if not run_dir.methods_index.exists():
         return {}
     try:
-        index = CopiesIndex.model_validate(json.loads(path.read_bytes()))
-    except (OSError, ValueError) as error:
-        reason = f"{path} cannot be read: {error}"
-        if isinstance(error, ValidationError):
-            reason = problems_of(error, CopiesIndex).text(str(path))
-        raise ExperimentError(f"{reason}; put back a copy, or begin again from {run_dir.experiment}") from error
-    if index.version != VERSION:
+        index = json.loads(run_dir.methods_index.read_bytes())
+        return {str(name): run_dir.methods / file for name, file in index.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ExperimentError(
-            f"{path} is of version {index.version}, and this is {VERSION}: resume with the version that wrote it"
-        )
-    return index.copies
+            f"{run_dir.methods_index} cannot be read ({error}): put back a copy, or begin again from {run_dir.experiment}"
+        ) from error

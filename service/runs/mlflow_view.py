@@ -42,20 +42,22 @@ _STATUS: dict[str, Status] = {"complete": "FINISHED", "failed": "FAILED", "inter
 class MlflowView:
     """What MLflow has of a run: a run of its own, of a sweep with a child run for each trial. See `LogView`."""
 
-    def __init__(self, run_dir: RunDir, since: int = 0) -> None:
-        """Read the log from its beginning. MLflow has what lies before offset `since`."""
+    def __init__(self, run_dir: RunDir) -> None:
         self.id, self.end = "", 0
         self.runs: dict[str, RunView] = {}
-        self._run_dir, self._since, self._fold = run_dir, since, ResultFold()
+        self._run_dir, self._fold = run_dir, ResultFold()
         self._best_checkpoints: dict[str, str] = {}
         """The name of the newest, by stage."""
         self._winner: str | None = None
-        self._at, self._mark = 0, ""
-        """Offset behind the event that is being taken up; the offset of its line, and a checksum of that."""
-        self._folded_to = -1
+        self._mark = ""
+        """Offset of the line that is being taken up, and a checksum of it."""
+
+    @property
+    def registered_model(self) -> str | None:
+        return self._experiment.tracking.register_model
 
     def read(self) -> bool:
-        """Take up the next part of the log; False: there is none.
+        """Take up the next part of the log; False: there is none. After an error it is not to be used any more.
 
         Raises:
             ExperimentError: `experiment.yaml` is damaged, or the log is of another version.
@@ -66,13 +68,13 @@ class MlflowView:
         if lines and not self.end:
             check_version(path, lines[0].raw)
         for line in lines:
+            begin, self.end = self.end, line.end
             if not line.raw.startswith(_NOT_SHOWN) and (event := parsed(line, path)) is not None:
-                self._at, self._mark = line.end, f"{self.end}:{zlib.crc32(line.raw):08x}"
+                self._mark = f"{begin}:{zlib.crc32(line.raw):08x}"
                 try:
                     self._take(event)
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     log.warning("tracking: %s: the event that ends at byte %d is left out: %r", path, line.end, error)
-            self.end = line.end
         return bool(lines)
 
     def offset_of(self, mark: str) -> int:
@@ -99,9 +101,7 @@ class MlflowView:
         return kind
 
     def _take(self, event: Event) -> None:
-        if self._at > self._folded_to:  # else it comes again, after an error of the disk
-            self._fold.take(event)
-            self._folded_to = self._at
+        self._fold.take(event)
         match event["kind"]:
             case "log":
                 self.id = event["id"]
@@ -109,10 +109,14 @@ class MlflowView:
                 self._begin_session(event)
             case "session_ended":
                 self._end_session(event)
-            case "result":
-                self._take_result(event)
+            case "result" if (run := self.runs.get(self._kind)) is not None:
+                if "data" in event["changes"]:
+                    self._add_dataset(run)
+                for row in event["changes"].get("trials") or ():
+                    if row["status"] not in ("pending", "untested") and f"trial/{row['id']}" not in self.runs:
+                        self._end_trial(row["id"], event)  # it never ran, as it cannot
             case "stage_begun" if "trial" in event:
-                self._trial_run(event)
+                self._trial_run(event["trial"], event)
             case "epoch":
                 prefix = _prefix(event["stage"])
                 self._add_metrics(self._run_of(event), event, of_epoch(event["metrics"], prefix), event["step"])
@@ -126,30 +130,24 @@ class MlflowView:
             case "stage_ended" if event["stage"] == "student" and event["outcome"]["status"] == "ok":
                 self._add_model("student")
             case "trial_ended":
-                self._end_trial(event)
+                self._end_trial(event["trial"], event)
 
     def _begin_session(self, event: Event) -> None:
         kind = self._kind
         if (run := self.runs.get(kind)) is None:
             tree = self._experiment.model_dump(mode="json")
-            run = self._begin(RunView(kind, self._run_dir.root.name, None, event["time_ms"], lambda: flat(tree)))
+            run = self.runs[kind] = RunView(kind, self._run_dir.root.name, None, event["time_ms"], lambda: flat(tree))
             self._add(run, "views", views_of(kind, self._experiment))
             self._add(run, "artifact", self._run_dir.experiment)
             self._add_dataset(run)
         self._set_tags(run, {"raydistill.kind": kind, **flat(event.get("tags", {}))})
         run.status = "RUNNING"
 
-    def _begin(self, run: RunView) -> RunView:
-        self.runs[run.key] = run
-        self._touch(run)
-        return run
-
     def _end_session(self, event: Event) -> None:
         status, run = _STATUS[event["status"]], self.runs[self._kind]
         for each in self.runs.values():
             if each.status == "RUNNING":  # of trials those that the end has interrupted
-                each.status, each.ended_ms = status, event["time_ms"]
-                self._touch(each)
+                self._set_status(each, status, event)
         verdict = "\n\n".join(self._fold.fields.get("verdict", ()))
         if verdict:
             self._set_tags(run, {DESCRIPTION: verdict})
@@ -168,37 +166,25 @@ class MlflowView:
         if best is None or (trial := self.runs.get(f"trial/{winner}")) is None:
             return
         self._set_tags(trial, {WINNER: "true", DESCRIPTION: verdict})
-        shown = of_summary(best.metrics, followed=False)
         # At one step, whatever the winner's own: those of a later session's winner, of fewer steps, would not be the latest.
-        self._add_metrics(sweep, ended, shown, 0)
+        self._add_metrics(sweep, ended, of_summary(best.metrics, followed=False), 0)
         self._add_model(f"trials/{winner}/student")
 
-    def _take_result(self, event: Event) -> None:
-        changes, run = event["changes"], self.runs.get(self._kind)
-        if run is None:
-            return
-        if "data" in changes:
-            self._add_dataset(run)
-        for row in changes.get("trials") or ():
-            if row["status"] not in ("pending", "untested") and f"trial/{row['id']}" not in self.runs:
-                self._end_trial({"trial": row["id"], "time_ms": event["time_ms"]})  # it never ran, as it cannot
-
-    def _trial_run(self, event: Event) -> RunView:
+    def _trial_run(self, trial: str, event: Event) -> RunView:
         """The run of a trial that has begun or ended, which is running from now on."""
-        trial, row = event["trial"], self._fold.rows.get(event["trial"], {"params": {}})
+        row = self._fold.rows.get(trial, {"params": {}})
         if (run := self.runs.get(f"trial/{trial}")) is None:
             names = short_names(row["params"])
             name = " ".join([trial, *(f"{names[key]}={value}" for key, value in row["params"].items())])
-            run = RunView(f"trial/{trial}", name, self._kind, event["time_ms"], functools.partial(self._trial_params, trial))
-            self._begin(run)
+            params = functools.partial(self._trial_params, trial)
+            run = self.runs[f"trial/{trial}"] = RunView(f"trial/{trial}", name, self._kind, event["time_ms"], params)
             self._set_tags(run, {"raydistill.kind": "trial"})
-            if self._has_epochs(trial) and event.get("kind") == "stage_begun":
+            if row.get("kind") == "accuracy" and event["kind"] == "stage_begun":
                 # The first metric of a run is the one on which MLflow's page for comparing runs opens.
                 self._add_metrics(run, event, {self._experiment.sweep.figure: math.nan}, 0)
             self._add_dataset(run)
         run.status = "RUNNING"
-        self._touch(run)
-        return run
+        return self._touch(run)
 
     def _trial_params(self, trial: str) -> dict[str, str]:
         """Parameters of a trial; one that is wrong in itself has its point alone."""
@@ -207,20 +193,15 @@ class MlflowView:
         workers = {key: value for key, value in row.get("scale", {}).items() if key == LOADER_WORKERS}
         return flat(tree) | flat(row.get("params", {})) | flat(workers)
 
-    def _has_epochs(self, trial: str) -> bool:
-        """Whether a trial has epochs: one that ends after its steps are timed has none."""
-        return bool(self._fold.rows.get(trial, {}).get("kind") == "accuracy")
-
-    def _end_trial(self, event: Event) -> None:
-        trial, run = event["trial"], self._trial_run(event)
-        row = self._fold.rows.get(trial, {})
+    def _end_trial(self, trial: str, event: Event) -> None:
+        run, row = self._trial_run(trial, event), self._fold.rows.get(trial, {})
         outcome = self._fold.outcome_of(trial) or Outcome(status=row["status"], reason=row.get("reason", ""))
-        run.status, run.ended_ms = "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED", event["time_ms"]
+        self._set_status(run, "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED", event)
         about = {"status": outcome.status, "reason": outcome.reason, "trial_kind": row.get("kind", "")}
-        about["oversubscribed"] = str(row.get("oversubscribed", False))
-        about["measurements"] = str(max(len(self._fold.measured(trial)), 1))
+        about |= {"oversubscribed": str(row.get("oversubscribed", False)), "measurements": str(len(outcome.each_measurement))}
         self._set_tags(run, about)
-        shown = of_summary(outcome.metrics, followed=self._has_epochs(trial), first=self._experiment.sweep.figure)
+        has_epochs = row.get("kind") == "accuracy"  # one that ends after its steps are timed has none
+        shown = of_summary(outcome.metrics, followed=has_epochs, first=self._experiment.sweep.figure)
         self._add_metrics(run, event, shown, int(outcome.metrics.get("steps", 0)))
         if (experiment := self._run_dir.trial(trial).experiment).exists():
             self._add(run, "artifact", experiment)
@@ -230,7 +211,7 @@ class MlflowView:
         parts = Path(event["stage"]).parts
         if parts[0] != "trials":
             return self.runs[self._kind]
-        return self.runs.get(f"trial/{parts[1]}") or self._trial_run(event | {"trial": parts[1]})
+        return self.runs.get(f"trial/{parts[1]}") or self._trial_run(parts[1], event)
 
     def _add_dataset(self, run: RunView) -> None:
         """What a run is trained on, for MLflow's dataset column; left out where a sweep searches over `data.path`."""
@@ -257,19 +238,18 @@ class MlflowView:
         for name, value in shown.items():
             self._add(run, "metrics", (name, float(value), event["time_ms"], step))
 
-    def _set_tags(self, run: RunView, tags: Mapping[str, str]) -> None:
-        run.tags |= tags
-        self._touch(run)
-
     def _add(self, run: RunView, kind: Any, value: Any) -> None:
-        if self._at > self._since:
-            run.items.append(Item(self._at, kind, value))
-        self._touch(run)
+        self._touch(run).items.append(Item(self.end, kind, value))
 
-    def _touch(self, run: RunView) -> None:
-        run.changed, run.mark = self._at, self._mark
-        if self._at <= self._since:
-            run.sent = self._at
+    def _set_tags(self, run: RunView, tags: Mapping[str, str]) -> None:
+        self._touch(run).tags |= tags
+
+    def _set_status(self, run: RunView, status: Status, event: Event) -> None:
+        self._touch(run).status, run.ended_ms = status, event["time_ms"]
+
+    def _touch(self, run: RunView) -> RunView:
+        run.changed, run.mark = self.end, self._mark
+        return run
 
 
 def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`distill pack`: plan, spread the shards over cores or over a Ray cluster, verify, join. A killed one goes on where it was."""
+"""`distill pack`: plan, spread the shards over cores or over a Ray cluster, verify, join. A killed one continues."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def pack(
     labels: bool = True,
     val_share: float | None = None,
 ) -> Packing:
-    """Pack `source` into the folder `dest`, or go on with it. The result does not depend on `processes`.
+    """Pack `source` into the folder `dest`, or continue. The result does not depend on `processes`.
 
     Raises:
         DataError: see `plan_pack`, `refuse_single_class` and `write_set`; a disk or a network fails; `dest` holds something
@@ -57,7 +57,11 @@ def pack(
     """
     began = time.monotonic()
     source, dest = expand_home(source).resolve(), expand_home(dest).resolve()
-    _refuse_foreign(dest)
+    if dest.exists() and not dest.is_dir():
+        raise DataError(f"{dest} is a file; give a folder for the packed set")
+    unfinished = dest / UNFINISHED
+    if dest.is_dir() and not (dest / INDEX).exists() and not unfinished.exists() and any(dest.iterdir()):
+        raise DataError(f"{dest} holds other things than a packed set; give a new folder")
     with errors_as_data_error(source, dest):
         plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes, labels=labels, val_share=val_share)
         refuse_single_class(plan.classes, str(source))
@@ -70,15 +74,25 @@ def pack(
                     "fix or remove them and pack into another folder, or leave out --strict"
                 )
             verify(dest, index, processes)
-            shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # where one was killed right after it wrote the index
+            shutil.rmtree(unfinished, ignore_errors=True)  # where one was killed right after it wrote the index
             return Packing(index, 0, time.monotonic() - began)
-        (dest / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir(parents=True, exist_ok=True)
         busy = DataError(f"{dest}: another `distill pack` works on it; wait for its end")
-        with locked_or_raise(dest / UNFINISHED / "lock", busy):
-            _begin(dest, plan)
+        with locked_or_raise(unfinished / "lock", busy):
+            try:
+                packed = json.loads((unfinished / "plan.json").read_bytes())["plan"]
+            except (OSError, ValueError, KeyError):
+                packed = plan.fingerprint
+                write_json(unfinished / "plan.json", {"plan": packed, "source": str(source), "mode": str(mode)})
+            _refuse_other(dest, plan, packed, "an unfinished set")
+            for torn in dest.glob(".*.tmp"):  # what a killed process was writing
+                torn.unlink(missing_ok=True)
             missing = [job for job in plan.jobs if not job.is_whole()]
             num_missing = sum(len(job.split_listing.locations) for job in missing)
-            _refuse_small(dest, plan, num_missing)
+            needed, free = plan.expected_bytes * num_missing // plan.num_samples, shutil.disk_usage(dest).free
+            if needed > free:
+                has = f"its disk has {free >> 20:,} MiB free"
+                raise DataError(f"{dest}: about {needed >> 20:,} MiB are still to be written, and {has}")
             with bar("packing", "images", plan.num_samples) as advance:
                 advance(plan.num_samples - num_missing)
                 for count in parallel_map(write_shard, [(job,) for job in missing], processes, dest):
@@ -116,36 +130,12 @@ def verify(dest: Path, index: Index, threads: int) -> None:
         raise DataError(f"{wrong[0]}{more}: copy the set again, or remove it and pack it again")
 
 
-def _begin(dest: Path, plan: PackPlan) -> None:
-    """Say in `dest` what is being packed, or see that it is the same as before."""
-    plan_file = dest / UNFINISHED / "plan.json"
-    try:
-        _refuse_other(dest, plan, json.loads(plan_file.read_bytes())["plan"], "an unfinished set")
-    except (OSError, ValueError, KeyError):
-        write_json(plan_file, {"plan": plan.fingerprint, "source": str(plan.source), "mode": str(plan.mode)})
-    for torn in dest.glob(".*.tmp"):  # what a killed process was writing
-        torn.unlink(missing_ok=True)
-
-
-def _refuse_foreign(dest: Path) -> None:
-    if dest.exists() and not dest.is_dir():
-        raise DataError(f"{dest} is a file; give a folder for the packed set")
-    if dest.is_dir() and not (dest / INDEX).exists() and not (dest / UNFINISHED).exists() and any(dest.iterdir()):
-        raise DataError(f"{dest} holds other things than a packed set; give a new folder")
-
-
 def _refuse_other(dest: Path, plan: PackPlan, fingerprint: object, what: str) -> None:
     if fingerprint != plan.fingerprint:
         raise DataError(
             f"{dest} holds {what} from other images or in another mode than {plan.source} {plan.mode}; "
             "give another folder, or remove it"
         )
-
-
-def _refuse_small(dest: Path, plan: PackPlan, num_missing: int) -> None:
-    needed, free = plan.expected_bytes * num_missing // plan.num_samples, shutil.disk_usage(dest).free
-    if needed > free:
-        raise DataError(f"{dest}: about {needed >> 20:,} MiB are still to be written, and its disk has {free >> 20:,} MiB free")
 
 
 def summary_line(dest: Path, packing: Packing) -> str:

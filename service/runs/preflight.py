@@ -66,7 +66,12 @@ def check_services(experiment: Experiment, kind: Kind) -> None:
     check_ray_address()
     if experiment.tracking.enabled and experiment.tracking.uri:
         check_store(experiment.tracking.uri, experiment.tracking.experiment)
-    check_cache(experiment, kind)
+    cache = experiment.written_cache(kind)
+    if cache is not None and (reason := unwritable_reason(cache)):
+        # One that is full already may be read-only; a teacher that is still to be trained cannot have filled it.
+        trained = experiment.teacher is not None and not experiment.teacher.needs_training and not experiment.assistants
+        if not (trained and cache.is_dir()):
+            raise ExperimentError(f"teacher.cache: {cache} cannot be written: {reason}; name another folder")
 
 
 def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Resolved, DataIdentity]:
@@ -79,7 +84,7 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
     Raises DistillError.
     """
     experiment = resolved.experiment
-    if not {"data.stage", "data.cache"} & set(searched):
+    if "data.stage" not in searched:
         for each in experiment.data.sets:
             check_placement(each)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
@@ -121,27 +126,13 @@ def note_shared_images(data: DataConfig, train: Source, val: Source) -> None:
 
     def files(path: str, source: Source) -> Iterator[Path]:
         if path not in SOURCES and not source.has_checksums:
-            root = Path(path).parent if Path(path).is_file() else Path(path)  # a list names files beside it
+            root = Path(path).parent if Path(path).is_file() else Path(path)  # a list names files next to it
             yield from (root / source.name(index) for index in range(len(source)))
 
     held_out = {*files(data.path, val)} if data.more else set()
     for each, source in zip(data.more, train.sets[1:], strict=True):
         if held_out and (shared := sum(file in held_out for file in files(each.path, source))):
             notice(f"data.more: {shared:,} images of {each.path} are validation images too: a measure of these says little")
-
-
-def check_cache(experiment: Experiment, kind: Kind) -> None:
-    """Refuse a `teacher.cache` that will have to be written and cannot be: its teacher would be trained for nothing.
-
-    One that is full already may be read-only; a teacher that is still to be trained cannot have filled it.
-
-    Raises ExperimentError.
-    """
-    cache = experiment.written_cache(kind)
-    if cache is None:
-        return
-    if (reason := unwritable_reason(cache)) and (experiment.trained_before or not cache.is_dir()):
-        raise ExperimentError(f"teacher.cache: {cache} cannot be written: {reason}; name another folder")
 
 
 def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
@@ -221,12 +212,12 @@ def check_data_of_run(
     """
     if data is None:
         if accept_new:
-            raise ExperimentError("--accept-new-data: a sweep over data.path goes on with the data of each trial: leave it out")
+            raise ExperimentError("--accept-new-data: a sweep over data.path continues with the data of each trial: leave it out")
     elif result.data is None:
         notice(f"{run} does not say on what data it was begun: whether that has changed is not checked")
     elif not check_same_data(run, result.data, data, accept=accept_new):
         if accept_new:
-            notice("--accept-new-data: the data is that of before: the run goes on as without it")
+            notice("--accept-new-data: the data has not changed: it is not needed")
     elif methods := [name for name in method_names(experiment) if load_method(name).requires.same_images]:
         raise ExperimentError(
             f"--accept-new-data: distill.method {methods[0]} remembers each training image of before: restore the data, or "
@@ -241,21 +232,22 @@ def check_checkpoints(run_dir: RunDir, result: RunResult) -> None:
     """
     if uri_of(run_dir.root):
         return
-    stages = stages_with("checkpoints/last.safetensors", run_dir, result)
-    # A complete init stage is read too: the stage after it begins with that.
     log = read_log(run_dir)
     complete = {run_dir.root / name for name in log.stages if log.is_complete(name)}
-    unfinished = [stage for stage in stages if stage.root not in complete or stage.root.name.endswith("-init")]
-    needed = [(stage.last, stage.best, stage) for stage in unfinished]
-    for name in read_resolved(run_dir.experiment).experiment.preparation:
-        if (done := run_dir.stage(name)).root in complete:
-            needed.append((done.best, done.last, done))
+    needed = [
+        (stage.last, stage.best, stage)
+        for stage in stages_with("checkpoints/last.safetensors", run_dir, result)
+        if stage.root not in complete or stage.root.name.endswith("-init")  # the stage after an init stage begins with that
+    ]
+    for stage in map(run_dir.stage, read_resolved(run_dir.experiment).experiment.preparation):
+        if stage.root in complete:
+            needed.append((stage.best, stage.last, stage))
     for path, other, stage in needed:
         try:
             if read_checkpoint_header(path) is None:
                 raise CheckpointError(f"{path} is not a checkpoint of ours")
         except CheckpointError as error:
-            copy = f"copy {other.name} over it to go on from there, or " if other.exists() else ""
+            copy = f"copy {other.name} over it to continue from there, or " if other.exists() else ""
             raise CheckpointError(
                 f"{str(error).removesuffix('; use another copy')}: {copy}remove {stage.root} to begin that stage again"
             ) from error

@@ -80,6 +80,12 @@ class Recorder:
         return number
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
+    async def check_attempt(self, stage: str, attempt: int) -> None:
+        """See `EventLog.check_attempt`."""
+        async with self._lock:
+            await asyncio.to_thread(self._log.check_attempt, stage, attempt)
+
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def of(self, key: str) -> list[Event]:
         """See `EventLog.of`: with all that came before."""
         async with self._lock:

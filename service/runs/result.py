@@ -20,24 +20,17 @@ VERSION = 2
 """Format of `result.json`, which nothing here reads."""
 
 
-class WrittenScale(ResultPart):
-    """The scale of a trial that cannot run: whatever the space has."""
+class TrialScale(ResultPart):
+    """What a trial runs on; of one that cannot run whatever the space has. Loader workers are a number, or `auto`."""
 
-    num_workers: Any = Field(alias=NUM_WORKERS)
-    global_batch_size: Any = Field(alias=GLOBAL_BATCH)
+    num_workers: int = Field(alias=NUM_WORKERS)
+    global_batch_size: int = Field(alias=GLOBAL_BATCH)
     loader_workers: Any = Field(alias=LOADER_WORKERS)
 
     @property
     def by_key(self) -> dict[str, Any]:
         """Axis → value."""
         return {NUM_WORKERS: self.num_workers, GLOBAL_BATCH: self.global_batch_size, LOADER_WORKERS: self.loader_workers}
-
-
-class TrialScale(WrittenScale):
-    """What a trial runs on. Loader workers are a number, or `auto`."""
-
-    num_workers: int = Field(alias=NUM_WORKERS)
-    global_batch_size: int = Field(alias=GLOBAL_BATCH)
 
 
 class TrialRow(Outcome):
@@ -67,10 +60,10 @@ class TrialRow(Outcome):
     def _scale_of_an_infeasible_trial_is_as_written(
         cls, scale: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> Any:
-        if info.data.get("status") != "infeasible":
+        if info.data.get("status") != "infeasible" or not isinstance(scale, dict):
             return check(scale)
-        written = WrittenScale.model_validate(scale)
-        return TrialScale.model_construct(_fields_set=written.model_fields_set, **dict(written))
+        written: dict[str, Any] = {name: scale.get(name) for name in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)}
+        return TrialScale.model_construct(**written)
 
 
 class StageRow(Outcome):

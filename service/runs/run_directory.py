@@ -1,5 +1,6 @@
 """A run's directory: chosen, created, locked by one driver at a time, and opened again."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from service.runs.finetuning import OTHER_CLASSES
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.outcome import to_json
 from service.runs.result import Kind, RunResult
-from service.runs.run_log import read_log
+from service.runs.run_log import RunLog, read_log
 from service.runs.stored.driver_lease import is_fresh
 from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, root_folder, uri_of
 from trainables.errors import ExperimentError
@@ -43,9 +44,10 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
         begun_with["teacher.finetune"] = None
     differing = [key for key in sorted({*wanted, *begun_with}) if wanted.get(key) != begun_with.get(key)]
     if result.kind != kind or differing:
-        other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]} ({begun_with.get(differing[0])})"
-        run = display_name(path)
-        raise ExperimentError(f"{run} has a run with {other}: continue it with `distill resume {run}`, or choose another --out")
+        value = begun_with.get(differing[0]) if differing else None
+        written = "" if isinstance(value, list | dict) else f" ({value})"  # the points of a sweep are many
+        other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]}{written}"
+        raise ExperimentError(f"{display_name(path)} has a run with {other}: {_instead(path)}")
 
 
 def _by_file_name(method: str) -> str:
@@ -54,17 +56,17 @@ def _by_file_name(method: str) -> str:
     return method if path is None else f"{path.name}:{option_key(method)}"
 
 
+def _instead(path: Path) -> str:
+    return f"continue it with `distill resume {display_name(path)}`, or choose another --out"
+
+
 def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> None:
     """Refuse an `out` that has a run already, and folders that cannot be written, before anything is created.
 
-    `begun_ok`: a run that died before it could be resumed is begun anew. Raises ExperimentError.
+    `begun_ok`: a run that died before it could be resumed begins again. Raises ExperimentError.
     """
-    if out is not None and not begun_ok and (RunDir(out).experiment.exists() or RunDir(out).events.exists()):
-        if has_begun(out):
-            raise ExperimentError(already_begun(out))
-        raise ExperimentError(
-            f"{display_name(out)} holds a run that died as it began: add --continue to begin it anew, or choose another --out"
-        )
+    if out is not None and not begun_ok:
+        check_free(out)
     for option, path in (("--runs", root), ("--out", out)):
         if path is None:
             continue
@@ -75,10 +77,13 @@ def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> N
         check_reachable(path)
 
 
-def already_begun(out: Path) -> str:
-    """Why no run can begin in `out`, where there is one."""
-    run = display_name(out)
-    return f"{run} already holds a run: continue it with `distill resume {run}`, or choose another --out"
+def check_free(out: Path) -> None:
+    """Raises ExperimentError: there is a run in `out`."""
+    if has_begun(out):
+        raise ExperimentError(f"{display_name(out)} already holds a run: {_instead(out)}")
+    if RunDir(out).experiment.exists() or RunDir(out).events.exists():
+        remedy = "add --continue to begin it again, or choose another --out"
+        raise ExperimentError(f"{display_name(out)} holds a run that died as it began: {remedy}")
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
@@ -87,8 +92,7 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
     A root that is not there yet is created for its user alone. Raises ExperimentError: it cannot be created.
     """
     stem = os.environ.pop(RUN_NAME, None) or f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    serial = 1
-    while True:
+    for serial in itertools.count(1):
         path = (out or root / (stem if serial == 1 else f"{stem}_{serial}")).absolute()
         try:
             create_private(path.parent)
@@ -96,13 +100,12 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
         except FileExistsError:
             if out is not None:
                 raise ExperimentError(f"--out {out} cannot be written: it is not a folder; choose another --out") from None
-            serial += 1  # two that began in the same second
         except OSError as error:
             raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another --out or --runs") from error
         else:
-            if out is not None or not is_taken(path):
-                return RunDir(path)
-            serial += 1  # on another machine
+            if out is not None or not is_taken(path):  # on another machine
+                break
+    return RunDir(path)
 
 
 def runs_root_of(result: RunResult) -> Path:
@@ -129,7 +132,7 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notic
         run_dir.root.mkdir(parents=True, exist_ok=True)
         with locked_run(run_dir):
             if has_begun(run_dir.root):
-                raise ExperimentError(already_begun(run_dir.root))
+                check_free(run_dir.root)
             copy_methods(resolved.experiment, run_dir)
             write_text(run_dir.experiment, resolved.to_yaml())
             first = [first_event(), event("result", changes=to_json(result))]
@@ -141,7 +144,14 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notic
 
 
 def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, RunResult]:
-    """A run directory as it stands.
+    """A run directory as it stands. See `reopen_log`."""
+    resolved, run_dir, log = reopen_log(path, to_continue=to_continue)
+    result = log.result
+    return replace(resolved, sources=result.sources), run_dir, result
+
+
+def reopen_log(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, RunLog]:
+    """A run directory with its log, read once: what the result and all else are made of.
 
     Keys of its experiment that this version does not know are left out, unless the run is `to_continue`.
 
@@ -155,9 +165,7 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
         )
     if to_continue:
         use_copies_of(run_dir)
-    resolved = read_resolved(run_dir.experiment, reading=not to_continue)
-    result = read_log(run_dir).result
-    return replace(resolved, sources=result.sources), run_dir, result
+    return read_resolved(run_dir.experiment, reading=not to_continue), run_dir, read_log(run_dir)
 
 
 def locked_run(run_dir: RunDir) -> AbstractContextManager[None]:
@@ -176,8 +184,8 @@ def as_it_stands(run_dir: RunDir, result: RunResult) -> RunResult:
     result = read_log(run_dir).result  # it may have ended since
     if result.status != "running":
         return result
-    written = [stage.heartbeats for stage in stages_with("heartbeats.json", run_dir, result)]
-    since = datetime.fromtimestamp(max(map(modified_s, (run_dir.events, *written))))
+    written = [run_dir.events, *(stage.heartbeats for stage in stages_with("heartbeats.json", run_dir, result))]
+    since = datetime.fromtimestamp(max(path.stat().st_mtime for path in written if path.exists()))
     reason = f"not running since {since:%Y-%m-%d %H:%M:%S}: no process runs it any more"
     return result.model_copy(update={"status": "interrupted", "reason": reason})
 
@@ -192,14 +200,6 @@ def stages_with(name: str, run_dir: RunDir, result: RunResult) -> list[StageDir]
     measured = [trial.measurement(number) for trial, count in trials for number in range(count + 1)]
     stages += [each for stage in measured for each in (stage.init, stage)]
     return [stage for stage in stages if (stage.root / name).exists()]
-
-
-def modified_s(path: Path) -> float:
-    """When a file was last written; 0 for one that is gone."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def abandoned(run_dir: RunDir) -> bool:

@@ -11,7 +11,7 @@ from service.runs.event_log import log_lines
 from service.runs.events import Event, head, parsed
 from service.runs.measurements import combined
 from service.runs.outcome import Outcome
-from service.runs.result import RunResult, StageRow, TrialRow, first_mistake, parse_result
+from service.runs.result import RunResult, TrialRow, first_mistake, parse_result
 from trainables.errors import ExperimentError
 from trainables.rundir import Line, RunDir
 
@@ -32,12 +32,15 @@ class ResultFold:
         self._notices: list[str] = []
         self._seconds = 0.0
         self._began_ms = self._last_ms = 0
+        self._result: RunResult | None = None
 
     def take(self, event: Event) -> None:
         """The next event of the log."""
         kind, time_ms = event["kind"], event["time_ms"]
         if kind != "session_begun":
             self.take_time(time_ms)
+        if "stage" not in event or kind in ("stage_ended", "discarded"):
+            self._result = None
         if kind == "result":
             self._change(event["changes"])
         elif kind == "notice":
@@ -88,11 +91,6 @@ class ResultFold:
             about = {name: value for name, value in row.items() if name not in Outcome.model_fields}
             self.rows[trial] = about | as_json(combined(self._measured[trial]))
 
-    @property
-    def stages(self) -> list[StageRow]:
-        """The stages of a run that have ended."""
-        return [StageRow.model_validate_json(json.dumps(row)) for row in self._stages.values()]
-
     def outcome_of(self, trial: str) -> Outcome | None:
         """How a trial has ended, by all of its measurements; None: it has not."""
         measured = self._measured.get(trial)
@@ -103,11 +101,13 @@ class ResultFold:
 
     def result(self, path: Path) -> RunResult:
         """The result. Raises ExperimentError: the log at `path` has none, or one that is damaged; names the field."""
-        rows = {"stages": self._stages.values(), "notices": self._notices, "trials": self.rows.values()}
-        fields = self.fields | {name: list(each) for name, each in rows.items() if each}
-        if self._began_ms or self._seconds:
-            fields["seconds"] = self.seconds(self._last_ms)
-        return parse_result(json.dumps(fields), path)
+        if self._result is None:
+            rows = {"stages": self._stages.values(), "notices": self._notices, "trials": self.rows.values()}
+            fields = self.fields | {name: list(each) for name, each in rows.items() if each}
+            if self._began_ms or self._seconds:
+                fields["seconds"] = self.seconds(self._last_ms)
+            self._result = parse_result(json.dumps(fields), path)
+        return self._result
 
 
 def as_json(part: Outcome | TrialRow) -> dict[str, Any]:
@@ -120,9 +120,10 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         """Raises ExperimentError: the log is of another format."""
-        self.path, self.fold = path, ResultFold()
+        self.path, self.fold, self.end = path, ResultFold(), 0
         self._lines: dict[str, list[Line]] = {}
         for line in log_lines(path):
+            self.end = line.end
             kind, stage, time_ms = head(line.raw)
             if stage and kind != "discarded":
                 self._lines.setdefault(stage, []).append(line)

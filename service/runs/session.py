@@ -62,37 +62,38 @@ class Session:
     syncing: Syncing | None
     log: DriverLog
     fold: ResultFold
-    """What the log says so far."""
-    result: RunResult
-    """The same, typed; `save` changes it."""
+    """What the log says so far, as far as `display` has read it."""
 
     @property
     def experiment(self) -> Experiment:
         return self.resolved.experiment
 
+    @property
+    def result(self) -> RunResult:
+        """The same, typed."""
+        return self.fold.result(self.run_dir.events)
+
     def save(self, **changes: Any) -> None:
         """Record fields of the result that have changed, and write `result.json`."""
-        self.result = self.result.model_copy(update=changes)
-        values = self.result.model_dump(mode="json", by_alias=True, include=changes.keys() - {"trials"}, warnings=False)
+        result, names = self.result.model_copy(update=changes), changes.keys() - {"trials"}
+        values = result.model_dump(mode="json", by_alias=True, include=names, warnings=False)
         changed = {name: value for name, value in values.items() if value != self.fold.fields.get(name)}
-        if "trials" in changes:
-            changed["trials"] = [
-                row for row in map(as_json, self.result.rows) if _text(row) != _text(self.fold.rows.get(row["id"]))
-            ]
-            if not changed["trials"] and "trials" in self.fold.fields:
-                del changed["trials"]
+        rows = [row for row in map(as_json, changes.get("trials", ())) if _text(row) != _text(self.fold.rows.get(row["id"]))]
+        if rows or ("trials" in changes and "trials" not in self.fold.fields):
+            changed["trials"] = rows
         if changed:
             self.record("result", changes=changed)
         self.write_snapshot()
 
     def record(self, kind: str, stage: str | None = None, **fields: Any) -> None:
-        """Write an event that the result is made of. Raises as `DriverLog.record` does."""
-        self.fold.take(self.log.record(kind, stage, **fields))
+        """Write an event. Raises as `DriverLog.record` does."""
+        self.log.record(kind, stage, **fields)
+        self.display.read_events()
 
     def write_snapshot(self) -> None:
         """Write `result.json`, atomically, with the seconds so far."""
-        self.result = self.result.model_copy(update={"seconds": self.fold.seconds(time.time_ns() // 1_000_000)})
-        write_result(self.run_dir.result, self.result)
+        seconds = self.fold.seconds(time.time_ns() // 1_000_000)
+        write_result(self.run_dir.result, self.result.model_copy(update={"seconds": seconds}))
 
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
         return wait_for(work, self.display, tick)
@@ -124,7 +125,7 @@ def open_session(
         display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
         if session.syncing and uri_of(run_dir.root) and not resolved.experiment.tracking.uri:
             store = runs_root_of(session.result)
-            display.print(f"MLflow's records lie on this machine, in {store}: a server in tracking.uri keeps them for all")
+            display.print(f"MLflow's store is on this machine, in {store}: set tracking.uri to a server to share it")
         try:
             yield session
         except BaseException as error:
@@ -144,7 +145,6 @@ def _end(session: Session, status: str, reason: str = "") -> None:
     if status == "complete":
         session.save(finished=datetime.now().isoformat(timespec="seconds"))
     session.record("session_ended", status=status, reason=reason)
-    session.result = session.result.model_copy(update={"status": status, "reason": reason})
     session.write_snapshot()
 
 
@@ -153,23 +153,18 @@ def _opened(
     resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, store: LogStore | None
 ) -> Iterator[Session]:
     with contextlib.closing(DriverLog(run_dir.events, store)) as log:
-        session = _open(resolved, run_dir, display, reporter, log)
-        yield session
-
-
-def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, log: DriverLog) -> Session:
-    fold = read_log(run_dir).fold
-    result = fold.result(run_dir.events)
-    tracking, syncing, target = resolved.experiment.tracking, None, None
-    if tracking.enabled:
-        target = MlflowTarget(uri=tracking.uri or default_uri(runs_root_of(result)), experiment=tracking.experiment)
-        syncing = Syncing(run_dir, target.uri, target.experiment, MlflowView, display_name(run_dir.root))
-    session = Session(resolved, run_dir, display, reporter, syncing, log, fold, result)
-    display.watch(run_dir.events)
-    session.record("session_begun", tags=code_tags())
-    session.result = result.model_copy(update={"status": "running", "reason": ""})
-    session.save(mlflow=target)
-    return session
+        found = read_log(run_dir)
+        tracking, syncing, target = resolved.experiment.tracking, None, None
+        if tracking.enabled:
+            uri = tracking.uri or default_uri(runs_root_of(found.result))
+            target = MlflowTarget(uri=uri, experiment=tracking.experiment)
+            syncing = Syncing(run_dir, target.uri, target.experiment, MlflowView, display_name(run_dir.root))
+        session = Session(resolved, run_dir, display, reporter, syncing, log, found.fold)
+        display.watch(run_dir.events, found.end)
+        with display.reading(found.fold.take):
+            session.record("session_begun", tags=code_tags())
+            session.save(mlflow=target)
+            yield session
 
 
 def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:
@@ -192,7 +187,7 @@ def _close(session: Session, status: str, timeout_s: float) -> None:
         for folder in sent:
             session.display.print(f"MLflow was also sent the pending events of {folder}")
         if left:
-            session.display.print(f"records of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
+            session.display.print(f"events of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
 
 
 def start_tracking(session: Session) -> None:

@@ -81,6 +81,13 @@ def fill_cache(resolved: Resolved, root: Path, publish: Path | None = None) -> s
 
 def _check_published(folder: Path, experiment: Experiment) -> None:
     """Refuse a folder that cannot become a reinforced data set. Raises ExperimentError."""
+    from trainables.teachers.cache.publish import unpublished_policy
+
+    if policy := unpublished_policy(experiment.data):
+        raise ExperimentError(
+            f"data.device_augment.policy {policy}: --publish has no columns for it: write randaugment, randaugment_timm, "
+            "autoaugment or trivialaugment"
+        )
     readme = folder / "README.md"
     if any(each.cache != str(folder) for each in experiment.all_teachers):
         raise ExperimentError(f"--publish {folder}: write cache: {folder} in each of teachers")

@@ -1,5 +1,7 @@
 """One run: the teacher (trained or loaded), its assistants, then the student."""
 
+from collections.abc import Sequence
+
 from service.cluster.connect import connect
 from service.config.experiment import Resolved
 from service.runs.backbone import write_backbone
@@ -10,13 +12,20 @@ from service.runs.stages.run_stages import best_checkpoint, prepare_teacher, run
 from service.runs.stages.teacher_actors import running_teacher_actors
 from service.runs.stored.stored_runs import uri_of
 from trainables.config import DataIdentity
+from trainables.config.job import StepPart
 from trainables.rundir import RunDir
 
 
-def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None) -> RunResult:
+def train(
+    resolved: Resolved,
+    run_dir: RunDir,
+    reporter: ResultReporter,
+    data: DataIdentity | None = None,
+    without: Sequence[StepPart] = (),
+) -> RunResult:
     """Carry out, or continue, one run: teacher if needed, assistants, then student. Returns what `result.json` holds.
 
-    `data`: see `open_session`.
+    `data`: see `open_session`. `without`: a timing run's student is timed again without each of these parts of a step.
 
     Raises:
         DistillError: one line; `result.json` says the same.
@@ -33,7 +42,10 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
             session.display.print(plan.describe(cluster))
             weights = prepare_teacher(session, plan)
             with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
-                student = run_stage(session, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
+                assignment = plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers)
+                student = run_stage(session, assignment)
+                for part in without:
+                    run_stage(session, assignment.without(part))
         session.show_result()
         for line in write_backbone(run_dir, best_checkpoint(session, student)):
             session.display.print(line)

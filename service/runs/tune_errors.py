@@ -1,7 +1,5 @@
 """Why Ray Tune ended a trial: what its function raised, or that its process died."""
 
-import logging
-import time
 from abc import abstractmethod
 from pathlib import Path
 from threading import Event
@@ -18,8 +16,6 @@ from service.runs.tune_internals import ActorOutOfMemoryError
 from trainables.failures import OUT_OF_MEMORY_KINDS, Failure, failure_of
 from trainables.rundir import RunDir
 
-log = logging.getLogger("raydistill")
-
 SESSION_END_GRACE_S = 2.0
 """What ends a session, as SIGTERM does, ends its trials' processes too: the session notices within so many seconds."""
 
@@ -28,14 +24,12 @@ class TrialErrorCallback(Callback):  # type: ignore[misc]
     """Records the outcomes of trials that Ray Tune ends with an error: in one line, with the file that has the rest.
 
     If a trial's process dies because the session is ending, nothing is recorded and the next session continues the trial. Which
-    of the two it was is known after `SESSION_END_GRACE_S`; Tune's loop, which serves all other trials, goes on meanwhile.
+    of the two it was is known after `SESSION_END_GRACE_S`, for which Tune's loop waits.
     """
 
     def __init__(self, run_dir: RunDir, session_ending: Event) -> None:
         self._scheme = "s3://" if uri_of(run_dir.root) else ""  # which Tune's own paths lack
         self._session_ending = session_ending
-        self._pending: list[tuple[float, Trial, Outcome]] = []
-        """When each is to be recorded, in that order."""
 
     @abstractmethod
     def record(self, trial: Trial, outcome: Outcome) -> None:
@@ -45,39 +39,16 @@ class TrialErrorCallback(Callback):  # type: ignore[misc]
         where = f"see {self._scheme}{trial.path}/{Path(trial.error_file).name}"
         error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes()) if trial.pickled_error_file else None
         if failure := _failure(error):
-            outcome = Outcome(
-                status="oom" if failure.kind in OUT_OF_MEMORY_KINDS else "failed",
-                reason=f"{failure}; {where}",
-                failure=failure.kind,
-            )
-            self.record(trial, outcome)
-            return
-        # Of other errors Tune has the text alone, below a line of its own that counts them.
-        text = str(error) if error is not None else Path(trial.error_file).read_text(encoding="utf-8").partition("\n")[2]
-        lines = text.strip().splitlines() or [""]
-        died = isinstance(error, RayActorError)
-        reason = f"the trial's process died: {lines[0]}" if died else f"Ray Tune ended the trial: {lines[-1]}"
-        outcome = Outcome(status="failed", reason=f"{reason}; {where}")
-        self._pending.append((time.monotonic() + SESSION_END_GRACE_S, trial, outcome))
-
-    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        self.record_pending()
-
-    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
-        if not self._pending or self._session_ending.wait(self._pending[-1][0] - time.monotonic()):
-            return
-        for _, trial, outcome in self._pending:
-            try:
-                self.record(trial, outcome)
-            except Exception as error:  # what ended Tune's loop is raised after this, and is not to be replaced
-                log.warning("the outcome of trial %s cannot be recorded: %s", trial.trial_id, error)
-
-    def record_pending(self) -> None:
-        """Record those from `SESSION_END_GRACE_S` ago or before, unless the session is ending."""
-        while self._pending and self._pending[0][0] <= time.monotonic() and not self._session_ending.is_set():
-            _, trial, outcome = self._pending[0]
-            self.record(trial, outcome)
-            self._pending.pop(0)  # not before: what cannot be recorded now is tried again
+            is_oom = failure.kind in OUT_OF_MEMORY_KINDS
+            reason = f"{failure}; {where}"
+            self.record(trial, Outcome(status="oom" if is_oom else "failed", reason=reason, failure=failure.kind))
+        elif not self._session_ending.wait(SESSION_END_GRACE_S):
+            # Of other errors Tune has the text alone, below a line of its own that counts them.
+            text = str(error) if error is not None else Path(trial.error_file).read_text(encoding="utf-8").partition("\n")[2]
+            lines = text.strip().splitlines() or [""]
+            died = isinstance(error, RayActorError)
+            reason = f"the trial's process died: {lines[0]}" if died else f"Ray Tune ended the trial: {lines[-1]}"
+            self.record(trial, Outcome(status="failed", reason=f"{reason}; {where}"))
 
 
 def _failure(error: Exception | None) -> Failure | None:

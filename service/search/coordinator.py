@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster.resources import Reservation
+from service.runs.attempt import begin_stage, complete, finished, remove_leftovers
 from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted_over_sessions
-from service.runs.trial import begin_stage, complete, finished, refused_with, remove_leftovers
+from service.runs.trial import refused_with
 from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import searched
@@ -150,9 +151,7 @@ class PointCoordinator:
         one = accounted_over_sessions(outcome, assignment.events, running.starts_began_s)
         waiting = {other: self._assignments[other] for other in self._queued}
         outcomes = {trial: one} | refused_with(trial, one, assignment, waiting)
-        shown = {"status": one.status, "reason": one.reason}
-        ended = [event("trial_ended", trial=each, outcome=as_json(outcome)) for each, outcome in outcomes.items()]
-        assignment.log.record([event("stage_ended", assignment.name, trial=trial, outcome=shown), *ended])
+        assignment.log.record([event("trial_ended", trial=each, outcome=as_json(outcome)) for each, outcome in outcomes.items()])
         del self._trial_of[group_id]
         self._running.pop(group_id, None)
         self._queued = [other for other in self._queued if other not in outcomes]

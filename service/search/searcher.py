@@ -32,12 +32,11 @@ class WorkerGroupSearcher(Searcher):  # type: ignore[misc]
     What was measured is known from the sweep's log, so there is nothing to save or restore here.
     """
 
-    def __init__(self, coordinator: Any, outcomes: WorkerGroupOutcomeCallback) -> None:
+    def __init__(self, coordinator: Any) -> None:
         super().__init__()
-        self._coordinator, self._outcomes = coordinator, outcomes
+        self._coordinator = coordinator
 
     def suggest(self, trial_id: str) -> dict[str, str] | str | None:
-        self._outcomes.record_pending()  # while no group runs, Tune blocks here and does not call `on_step_end`
         first = ray.get(self._coordinator.suggest.remote(trial_id))
         if first is not None:
             return {"group": trial_id, "trial": first}

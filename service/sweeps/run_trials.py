@@ -9,7 +9,7 @@ from statistics import fmean
 
 from service.cluster.resources import Cluster
 from service.config.sweep import ACCURACIES, TIME, SweepConfig
-from service.runs.events import EventTail
+from service.runs.events import Event
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.session import Session, start_tracking
@@ -47,16 +47,15 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
         run = partial(tune_trials, session.experiment.sweep)
     max_concurrent, session_ending = concurrency(session, assignments, cluster), SessionEnding()
     watch = TrialWatch(session, trials, max_concurrent, guided=guided)
-    try:
-        session.wait_for(lambda: run(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
-        watch.look()
-    except BaseException:
-        session_ending.set()
-        with contextlib.suppress(OSError, DistillError):  # as of a full disk: what ended the sweep matters more
-            watch.look()
-            save_rows(session, trials)
-        raise
-    save_rows(session, trials)
+    with session.display.reading(watch.take):
+        try:
+            session.wait_for(lambda: run(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
+        except BaseException:
+            session_ending.set()
+            with contextlib.suppress(OSError, DistillError):  # as of a full disk: what ended the sweep matters more
+                watch.finish()
+            raise
+        watch.finish()
 
 
 def shares_workers(sweep: SweepConfig, assignments: Iterable[Assignment]) -> bool:
@@ -112,7 +111,7 @@ def concurrency(session: Session, assignments: Mapping[str, Assignment], cluster
 
 
 class TrialWatch:
-    """Sees in the log how trials begin and end while Ray Tune runs them; `tick` is called a few times a second.
+    """Takes from the log how trials begin and end while Ray Tune runs them; `tick` is called a few times a second.
 
     Writing the rows of thousands of trials takes long: it is done so seldom that it takes at most a tenth of the time.
     """
@@ -126,43 +125,44 @@ class TrialWatch:
         self._max_concurrent = max_concurrent
         self._session, self._guided = session, guided
         self._trials = {trial.id: trial for trial in trials}
-        self._events = EventTail(session.run_dir.events, session.run_dir.events.stat().st_size)
         self._running = set[str]()
         self._unsaved = False
-        self._save = Paced(self.save)
+        self._save = Paced(self._write_snapshot)
 
     def tick(self) -> None:
         """Show and record what has changed."""
-        self.look()
+        start_tracking(self._session)
+        self._show()
         if self._unsaved:
             self._save()
 
-    def look(self) -> None:
-        """Show and record which measurements have begun and which have ended since the last look."""
-        start_tracking(self._session)
-        for event in self._events.new():
-            trial = self._trials.get(event.get("trial", ""))
-            if trial is None:
-                continue
-            if event["kind"] == "stage_begun":
-                self._running.add(trial.id)
-                folder = StageDir(self._session.run_dir.root / event["stage"])
-                self._session.display.follow(trial.id, event["stage"], folder, self._session.log.of(event["stage"]))
-            elif event["kind"] == "trial_ended":
-                self._session.fold.take(event)
-                self._end(trial)
-        self._show(len(self._running))
+    def finish(self) -> None:
+        """Show and record what the log has by now."""
+        self._session.display.tick()
+        self._show()
+        save_rows(self._session, list(self._trials.values()))
 
-    def _end(self, trial: Trial) -> None:
-        self._running.discard(trial.id)
-        self._session.display.unfollow(f"trials/{trial.id}")  # also where Tune ended it between two epochs
-        load_outcomes([trial], self._session.fold)
-        self._session.display.print(trial_line(trial))
-        self._unsaved = True
+    def _write_snapshot(self) -> None:
+        self._unsaved = False
+        self._session.write_snapshot()
 
-    def _show(self, running: int) -> None:
+    def take(self, event: Event) -> None:
+        """Take up an event of the log: a measurement that has begun, or one that has ended."""
+        display, trial = self._session.display, self._trials.get(event.get("trial", ""))
+        if trial is not None and event["kind"] == "stage_begun":
+            self._running.add(trial.id)
+            folder = StageDir(self._session.run_dir.root / event["stage"])
+            display.follow(trial.id, event["stage"], folder, self._session.log.of(event["stage"]))
+        elif trial is not None and event["kind"] == "trial_ended":
+            self._running.discard(trial.id)
+            display.unfollow(f"trials/{trial.id}")  # also where Tune ended it between two epochs
+            load_outcomes([trial], self._session.fold)
+            display.print(trial_line(trial))
+            self._unsaved = True
+
+    def _show(self) -> None:
         """How far the sweep is."""
-        trials = list(self._trials.values())
+        trials, running = list(self._trials.values()), len(self._running)
         pending = [trial for trial in trials if trial.outcome is None]
         num_ended, note = len(trials) - len(pending), f"{running} running" if running else ""
         counts = {"done": num_ended, "running": running}
@@ -178,11 +178,6 @@ class TrialWatch:
         self._session.display.trials(num_ended, len(trials), note.removeprefix(", "))
         for state, count in counts.items():
             self._gauge.set(count, {"run": self._session.run_dir.root.name, "state": state})
-
-    def save(self) -> None:
-        """Write the rows as they stand."""
-        self._unsaved = False
-        save_rows(self._session, list(self._trials.values()))
 
 
 def trial_line(trial: Trial) -> str:

@@ -10,9 +10,9 @@ from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
-from service.runs.trial import ENDED
 from service.runs.tune_errors import TrialErrorCallback
 from service.sweeps.asha import stopped
+from service.sweeps.trial_functions import ENDED
 from trainables.rundir import RunDir
 
 

@@ -16,7 +16,6 @@ from service.runs.result import RunResult
 from service.runs.run_log import read_log
 from service.runs.stages.assignment import Assignment
 from service.runs.stored.stored_runs import ray_storage
-from service.runs.trial import run_trial, run_worker_group
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ def tune_trials(
 
     from service.runs.tune_internals import trial_class
     from service.sweeps.asha import asha_scheduler, reported_epochs
+    from service.sweeps.trial_functions import run_trial
     from service.sweeps.trial_outcomes import TrialOutcomeCallback
 
     earlier, scheduler = {}, None
@@ -120,6 +120,7 @@ def measure_points(
     from service.runs.tune_internals import trial_class
     from service.search.coordinator import PointCoordinator
     from service.search.searcher import WorkerGroupOutcomeCallback, WorkerGroupSearcher
+    from service.sweeps.trial_functions import run_worker_group
     from trainables.worker.ray_nodes import on_this_node
 
     # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from its log.
@@ -128,16 +129,15 @@ def measure_points(
     coordinator = actor.remote(assignments, str(run_dir.root), guided)
     function = partial(run_worker_group, coordinator=coordinator, stops_early=guided is not None)
     trainable = trial_class(function, living_nodes().trial_resources())
-    outcomes = WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)
     # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=WorkerGroupSearcher(coordinator, outcomes),
+            search_alg=WorkerGroupSearcher(coordinator),
             num_samples=-1,
             max_concurrent_trials=max_concurrent,
             trial_name_creator=lambda trial: f"group-{trial.config['group']}",
             trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
-        run_config=run_config(run_dir, outcomes),
+        run_config=run_config(run_dir, WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)),
     ).fit()

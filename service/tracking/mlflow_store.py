@@ -21,6 +21,7 @@ from mlflow.entities import (
     Dataset,
     DatasetInput,
     InputTag,
+    LoggedModel,
     LoggedModelOutput,
     LoggedModelStatus,
     Metric,
@@ -33,9 +34,11 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 import trainables
-from service.tracking.run_view import RefusedError
+from service.tracking.run_view import KEY_TAG, RefusedError
 from service.tracking.views import VIEW_TAG, VIEWS_SINCE
 from trainables.errors import ModelError, first_line
 from trainables.locks import locked
@@ -43,7 +46,6 @@ from trainables.models.names import check_model_name, model_parts
 from trainables.rundir import create_private
 from trainables.user_code import file_of
 
-KEY_TAG = "raydistill.key"
 Row = tuple[str, tuple[Any, ...]]
 """Kind, as `ENTITIES` has it, and (name, value) of a parameter or tag, (name, value, unix ms, step) of a metric."""
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
@@ -106,9 +108,15 @@ class Store:
             log.warning("tracking: experiment %r had been deleted in MLflow: it is restored, with its runs", name)
         return str(found.experiment_id)
 
-    def find_runs(self, tag: str) -> list[Run]:
-        """The runs that were created under `tag`, also those that were deleted since and can be restored."""
-        return list(self._client.search_runs([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'", ViewType.ALL))
+    def find_runs(self, log_id: str) -> list[Run]:
+        """The runs of a log, also those that were deleted since and can be restored."""
+        found, token = list[Run](), None
+        while token is None or token:
+            part = self._client.search_runs(
+                [self.experiment_id], f"tags.`{KEY_TAG}` LIKE '{log_id}/%'", ViewType.ALL, page_token=token
+            )
+            found, token = [*found, *part], part.token or ""
+        return found
 
     def create_run(self, tag: str, name: str, parent_id: str | None, time_ms: int) -> str:
         tags = {KEY_TAG: tag, "mlflow.user": user(), "mlflow.source.name": "raydistill", "mlflow.source.type": "LOCAL"}
@@ -118,13 +126,18 @@ class Store:
             run = self._client.create_run(self.experiment_id, start_time=time_ms, tags=tags, run_name=name)
         return str(run.info.run_id)
 
-    def reopen_run(self, run_id: str) -> None:
+    def set_status(self, run_id: str, status: str, ended_ms: int) -> None:
         with refusals():
-            self._client.update_run(run_id, status="RUNNING")
+            if status == "RUNNING":
+                self._client.update_run(run_id, status=status)
+            else:
+                self._client.set_terminated(run_id, status, ended_ms)
 
-    def end_run(self, run_id: str, status: str, time_ms: int) -> None:
-        with refusals():
-            self._client.set_terminated(run_id, status, time_ms)
+    def is_active(self, run_id: str) -> bool:
+        """Whether there is a run that was not deleted."""
+        with contextlib.suppress(RefusedError), refusals():
+            return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
+        return False
 
     def is_experiment_deleted(self) -> bool:
         """Whether the experiment was deleted and can be restored."""
@@ -178,8 +191,11 @@ class Store:
         with refusals():
             self._client.log_artifact(run_id, str(path))
 
-    def log_model(self, run_id: str, checkpoint: Path, tag: str) -> None:
-        """Log a checkpoint's weights as a model of this run, unless that is done. `tag` names the run."""
+    def log_model(self, run_id: str, checkpoint: Path, tag: str, registered: str | None) -> None:
+        """Log a checkpoint's weights as a model of this run, and as a version of the `registered` model, unless that is done.
+
+        `tag` names the run.
+        """
         if not checkpoint.exists():
             raise RefusedError(f"{checkpoint} is gone: not sent")
         with tempfile.TemporaryDirectory(dir=self._scratch, prefix=".model-") as folder, refusals():
@@ -189,6 +205,7 @@ class Store:
                 tag = f"{tag}/{hashlib.file_digest(file, 'sha256').hexdigest()}"
             found = self._client.search_logged_models([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'")
             if any(model.status == LoggedModelStatus.READY for model in found):
+                self._register(run_id, found[0], registered)
                 return
             model = (
                 found[0]
@@ -206,6 +223,21 @@ class Store:
             if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
                 self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
             self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+            self._register(run_id, model, registered)
+
+    def _register(self, run_id: str, model: LoggedModel, name: str | None) -> None:
+        """Make a logged model the next version of the registered one of this name, unless it is one of its versions."""
+        if name is None:
+            return
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self._client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+        if model.model_id not in [version.tags.get(KEY_TAG) for version in versions]:  # SQL stores keep no model_id
+            of_model, location = {KEY_TAG: model.model_id}, model.artifact_location
+            self._client.create_model_version(name, location, run_id, tags=of_model, model_id=model.model_id)
 
 
 def allowed(name: str) -> str:
@@ -239,33 +271,19 @@ def create_database(path: Path, artifacts: str) -> None:
 
 
 def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Write the `model.` tensors of a checkpoint of ours to `out`, byte by byte; returns what the checkpoint says of the model.
-
-    A safetensors file is the header's length (8 bytes, little endian), the header as JSON, and the tensors' bytes.
+    """Write the `model.` tensors of a checkpoint of ours to `out`; returns what the checkpoint says of the model.
 
     Raises RefusedError: not a checkpoint of ours.
     """
-    with open(checkpoint, "rb") as file:
-        try:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            written = json.loads(header["__metadata__"]["raydistill"])
+    try:
+        with safe_open(checkpoint, framework="np") as file:
+            written = json.loads((file.metadata() or {})["raydistill"])
             metadata = {name: written[name] for name in METADATA_KEYS}
-        except (KeyError, TypeError, ValueError, MemoryError, OverflowError) as error:
-            raise RefusedError(f"{checkpoint} is not a checkpoint of ours") from error
-        data_start = file.tell()
-        entries = {name: entry for name, entry in header.items() if name.startswith("model.")}
-        new_header: dict[str, Any] = {"__metadata__": {"raydistill": json.dumps(metadata)}}
-        end = 0
-        for name, entry in entries.items():
-            start, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
-            new_header[name] = {**entry, "data_offsets": [start, end]}
-        text = json.dumps(new_header).encode()
-        text += b" " * (-len(text) % 8)
-        with open(out, "wb") as copy:
-            copy.write(len(text).to_bytes(8, "little") + text)
-            for entry in entries.values():
-                file.seek(data_start + entry["data_offsets"][0])
-                copy.write(file.read(entry["data_offsets"][1] - entry["data_offsets"][0]))
+            names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (KeyError, SafetensorError) as error:
+        raise RefusedError(f"{checkpoint} is not a checkpoint of ours") from error
+    save_file(tensors, out, metadata={"raydistill": json.dumps(metadata)})
     return metadata
 
 

@@ -15,6 +15,8 @@ from trainables.rundir import RunDir, lines_after, remove_unfinished, write_json
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 DESCRIPTION = "mlflow.note.content"
+KEY_TAG = "raydistill.key"
+"""The log's id and the key of the run in it."""
 
 
 class RefusedError(Exception):
@@ -49,8 +51,6 @@ class RunView:
     """Offset behind the last event about this run."""
     mark: str = ""
     """By which that event is found again in the log, see `LogView.offset_of`."""
-    sent: int = 0
-    """Offset up to which everything about this run was sent, and its items dropped."""
 
 
 class LogView(Protocol):
@@ -62,6 +62,10 @@ class LogView(Protocol):
     """Offset up to which the log was read."""
     runs: dict[str, RunView]
     """By key, parents before their children."""
+
+    @property
+    def registered_model(self) -> str | None:
+        """The name in MLflow's model registry under which the run's model goes; None: it is not registered."""
 
     def read(self) -> bool:
         """Take up the next part of the log; False: there is none. Raises OSError."""
@@ -76,19 +80,19 @@ class LogView(Protocol):
         """A checkpoint of the run, brought here where it is elsewhere. Raises StorageError."""
 
 
-OpenView = Callable[[RunDir, int], LogView]
-"""Begins to read a run's log. What lies before the offset is not to be sent."""
+OpenView = Callable[[RunDir], LogView]
+"""Begins to read a run's log."""
 
 
 class SyncState(BaseModel):
-    """`.mlflow.json` of a run: where its MLflow is, and what of the log that has. What it lacks MLflow is asked for."""
+    """`.mlflow.json` of a run: where its MLflow is, and whether that has all of the log. How much it has, MLflow is asked for."""
 
     model_config = ConfigDict(extra="ignore")
 
     uri: str
     experiment: str
     position: int = 0
-    """Offset up to which the log was sent."""
+    """Size of the log when all of it was sent."""
     experiment_id: str = ""
     views: list[str] = Field(default_factory=list)
     """Keys of the saved views that MLflow has: the table, the charts."""

@@ -46,6 +46,7 @@ SHOWN = {
     "step_s": Shown(5),
     "steps": Shown(0),
     "peak_memory_mib": Shown(0),
+    "inference_ms": Shown(3),
     "noise_scale": Shown(1),
     "skipped_images": Shown(0),
     **{f"phase/{phase}_ms": Shown(2) for phase in ("step", *ALL_PHASES, "allreduce", "allreduce_wait")},

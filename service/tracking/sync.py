@@ -13,15 +13,15 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.config.uris import checked_uri
-from service.tracking.run_view import LogView, OpenView, RefusedError, RunView, SyncState, lock_path, state_path
+from service.tracking.run_view import KEY_TAG, LogView, OpenView, RefusedError, RunView, SyncState, lock_path, state_path
 from service.tracking.stores import CLIENT_ENVIRONMENT
 from trainables.errors import ExperimentError, first_line, first_three
 from trainables.locks import try_lock
@@ -29,8 +29,6 @@ from trainables.redact import redact
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
-
     from service.tracking.mlflow_store import Row, Store
 
 log = logging.getLogger("raydistill")
@@ -38,9 +36,8 @@ log = logging.getLogger("raydistill")
 MAX_WAIT_S = 15.0
 REQUEST_TIMEOUT_S = "60"
 POSITION_TAG = "raydistill.position"
-MAX_ROWS = 1000
-MAX_ROWS_OF = {"params": 100, "tags": 100, "metrics": MAX_ROWS}
-"""What MLflow takes in one log_batch."""
+MAX_ROWS_OF = {"params": 100, "tags": 100, "metrics": 800}
+"""Rows of each kind in one log_batch: MLflow takes as many parameters and tags, and 1000 in all."""
 FILES = ("artifact", "model")
 MLFLOW_NAMES = {"raydistill.commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
@@ -53,12 +50,12 @@ class Delivery(NamedTuple):
     message: str
 
 
-class _UnavailableError(Exception):
+class _DeletedError(Exception):
     """MLflow takes nothing for a run or its experiment, until somebody does what the message says."""
 
 
-class _RestartError(Exception):
-    """MLflow lacks what it had once: the log is read again from its beginning."""
+class _ChangedError(Exception):
+    """MLflow has not got any more what it had: it is asked again, and the log read again from its beginning."""
 
 
 class _OutOfTimeError(Exception):
@@ -67,17 +64,16 @@ class _OutOfTimeError(Exception):
 
 @dataclass
 class _Known:
-    """A run of MLflow as it was last seen or written."""
+    """A run of MLflow as it was last listed or written."""
 
     run_id: str
-    position: int
-    status: str
-    tags: dict[str, str]
-    params: set[str]
-    has_params: bool = False
-    """Whether this process has sent those that it lacked."""
-    may_have_twin: bool = False
-    """Whether its creation was requested more than once: an answer was lost, or late."""
+    position: int = 0
+    """Offset up to which it has the log."""
+    status: str = "RUNNING"
+    tags: dict[str, str] = field(default_factory=dict)
+    params: set[str] | None = field(default_factory=set)
+    """None: this process has sent those that it lacked."""
+    is_deleted: bool = False
 
 
 class Syncer:
@@ -87,14 +83,15 @@ class Syncer:
         """Raises OSError: the run directory cannot be read."""
         self._run_dir, self._open_view, self._name = run_dir, open_view, name or str(run_dir.root)
         self.state = SyncState.of(run_dir, uri, experiment)
-        self._view: LogView = open_view(run_dir, self.state.position)
+        self._view: LogView | None = None
         self._store: Store | None = None
         self._known: dict[str, _Known] = {}
-        self._asked: set[str] = set()
-        """Keys of runs whose creation was requested without an answer."""
-        self._trouble, self._upload_trouble, self._unavailable = "", "", dict[str, None]()
-        self._refused: dict[str, int] = {}
-        """Why values were left out that MLflow will never take → how many."""
+        """By key of the view's runs."""
+        self._may_have_twins = False
+        """Whether a creation was requested without an answer: MLflow may get to it later than to its repetition."""
+        self._trouble, self._upload_trouble = "", ""
+        self._refused = defaultdict[str, set[Any]](set)
+        """Why values were left out that MLflow will never take, and which."""
         self._until_s = math.inf
         self._is_complete = False
 
@@ -105,38 +102,27 @@ class Syncer:
         Where it only takes no files, everything else arrives. `is_last`: the files of the run's end are complete. `until_s`, of
         the monotonic clock: later nothing more is begun.
         """
-        trouble, self._until_s, self._is_complete = "", until_s, False
-        self._upload_trouble = ""
-        self._unavailable.clear()
+        self._until_s, self._is_complete, self._upload_trouble = until_s, False, ""
         try:
-            self._sync(is_last=is_last)
-            if self._upload_trouble:
-                num = sum(item.kind in FILES for run in self._unsent() for item in run.items)
-                wait = f"{num} artifact{'s wait' if num > 1 else ' waits'}"
-                trouble = f"metrics are sent to {self._where}; {wait}: {self._upload_trouble}"
-            if self._unavailable:
-                trouble = first_three(list(self._unavailable))
-            self._is_complete = not trouble and not self._unsent()
+            trouble = self._sync(is_last=is_last)
         except _OutOfTimeError:
             return False
-        except _UnavailableError as error:
-            trouble = str(error)
         except Exception as error:
-            trouble = self._denial(error) or f"{self._where} takes no records now ({reason_of(error)})"
+            self._view, trouble = None, self._denial(error) or f"{self._where} takes nothing now ({reason_of(error)})"
         if trouble and not self._trouble:
             log.warning("tracking: %s; what is left waits in %s", trouble, self._run_dir.events)
         elif self._trouble and not trouble:
             log.info("tracking: %s takes everything again", self._where)
-        self._trouble = trouble
+        self._trouble, self._is_complete = trouble, not trouble and not self._unsent()
         return not trouble
 
     def delivery(self) -> Delivery:
         """How it went, and what to do about it."""
-        num = sum(self._refused.values())
+        num = sum(map(len, self._refused.values()))
         but = f", but for {num} that {'was' if num == 1 else 'were'} left out: {first_three(list(self._refused))}" if num else ""
         if self._is_complete:
-            return Delivery(True, f"MLflow was sent every record ({self._where}){but}")
-        left = self._trouble or f"{self._where} has not taken every record yet"
+            return Delivery(True, f"MLflow has every event ({self._where}){but}")
+        left = self._trouble or f"{self._where} has not taken every event yet"
         return Delivery(False, f"{left}{but}; later: distill sync {self._name}")
 
     @property
@@ -154,15 +140,24 @@ class Syncer:
 
         return denial(status, self.state.uri, self.state.experiment, f"HTTP {status}")
 
-    def _sync(self, *, is_last: bool) -> None:
+    def _sync(self, *, is_last: bool) -> str:
+        """Send what there is; returns why MLflow did not take a part of it."""
         store = self._store or self._connect()
-        while True:
-            try:
-                self._send_changes(store, is_last=is_last)
-            except _RestartError:
-                self._view = self._open_view(self._run_dir, 0)
-            if not self._view.read():
-                return
+        try:
+            deleted = self._read_and_send(store, is_last=is_last)
+        except _ChangedError:
+            self._view = None
+            return self._sync(is_last=is_last)
+        if deleted:  # to be looked up again by the next try
+            self._view = None
+            return first_three(deleted)
+        if self._upload_trouble:
+            num = sum(item.kind in FILES for run in self._unsent() for item in run.items)
+            wait = f"{num} artifact{'s wait' if num > 1 else ' waits'}"
+            return f"metrics are sent to {self._where}; {wait}: {self._upload_trouble}"
+        if is_last and self._may_have_twins and self._view is not None:
+            self._known = self._list(store, self._view)
+        return ""
 
     def _connect(self) -> Store:
         os.environ.update(CLIENT_ENVIRONMENT)
@@ -170,126 +165,117 @@ class Syncer:
         from service.tracking.mlflow_store import Store
 
         self._store = Store(self.state.uri, self.state.experiment, self._run_dir.root)
+        self.state.experiment_id = self._store.experiment_id
         return self._store
 
+    def _read_and_send(self, store: Store, *, is_last: bool) -> list[str]:
+        """Read the log on and send it, a part at a time. Returns which runs were deleted in MLflow, and what to do about it."""
+        deleted = dict[str, None]()
+        if (view := self._view) is None:
+            view = self._open_view(self._run_dir)
+            if not view.read():
+                return []
+            self._view, self._known = view, self._list(store, view)
+        while True:
+            for run in self._unsent():
+                if time.monotonic() > self._until_s:
+                    raise _OutOfTimeError
+                has_files = is_last or run.parent is not None or run.status == "RUNNING"  # else its page is still being made
+                try:
+                    self._send(store, view, run, has_files=has_files)
+                except _DeletedError as error:
+                    deleted[str(error)] = None
+            if not self._unsent() and view.end != self.state.position:
+                self.state.position = view.end
+                self.state.write(self._run_dir)
+            if not view.read():
+                return list(deleted)
+
     def _unsent(self) -> list[RunView]:
-        return [run for run in self._view.runs.values() if run.changed > run.sent]
+        runs = [] if self._view is None else self._view.runs.values()
+        return [run for run in runs if run.key not in self._known or run.changed > self._known[run.key].position]
 
-    def _send_changes(self, store: Store, *, is_last: bool) -> None:
-        for run in self._unsent():
-            if time.monotonic() > self._until_s:
-                raise _OutOfTimeError
-            has_files = is_last or run.parent is not None or run.status == "RUNNING"  # else its page is still being made
-            try:
-                self._send(store, run, has_files=has_files)
-            except _UnavailableError as error:
-                self._unavailable[str(error)] = None
-        position = min((run.sent for run in self._unsent()), default=self._view.end)
-        if position != self.state.position:
-            self.state.position = position
-            self.state.write(self._run_dir)
-
-    def _send(self, store: Store, run: RunView, *, has_files: bool) -> None:
-        """Send what a run has gained: its metrics, then its files where it has them, its status, and how far it is."""
-        known = self._known.get(run.key) or self._find_or_create(store, run)
-        if known.position < run.sent:  # as of a run that was removed for good
-            raise _RestartError
-        while run.items and run.items[0].end <= known.position:
-            run.items.popleft()
-        if run.changed > known.position:
-            self._log(store, run, known)
-            if has_files:
-                self._send_files(store, run, known)
-            if run.status != known.status:
-                self._set_status(store, run, known)
-            if run.items:  # files that wait; everything behind the position is sent again by a process that does not know more
-                return
-            position: Row = ("tags", (POSITION_TAG, run.mark))
-            self._request(store, run, "position", lambda: store.log(known.run_id, [position]))
-            known.position = run.changed
-        run.sent = run.changed
-
-    def _find_or_create(self, store: Store, run: RunView) -> _Known:
-        found = self._find(store, run)
-        parent = self._known.get(run.parent) if run.parent else None
-        if run.parent and parent is None:
-            parent = self._find_or_create(store, self._view.runs[run.parent])
-        if not found:
-            if run.sent:
-                raise _RestartError
-            may_have_twin = run.key in self._asked
-            self._asked.add(run.key)
-            run_id = store.create_run(self._tag(run), run.name, parent.run_id if parent else None, run.began_ms)
-            known = _Known(run_id, 0, "RUNNING", {}, set(), may_have_twin=may_have_twin)
-        else:
-            info, data = found[0].info, found[0].data
-            if info.lifecycle_stage != "active":
-                raise _UnavailableError(self._why_deleted(store, run, info.run_id))
-            known = _Known(info.run_id, self._position_of(found[0]), info.status, dict(data.tags), set(data.params))
-            known.may_have_twin = run.key in self._asked or len(found) > 1
-        self._known[run.key] = known
-        self.state.experiment_id = store.experiment_id
+    def _list(self, store: Store, view: LogView) -> dict[str, _Known]:
+        """What MLflow has of the log's runs. Of one that it has twice, that which is behind is deleted."""
+        found, known = [], dict[str, _Known]()
+        for run in store.find_runs(view.id):
+            info, tags = run.info, dict(run.data.tags)
+            position = view.offset_of(tags.get(POSITION_TAG, ""))
+            each = _Known(info.run_id, position, info.status, tags, set(run.data.params), info.lifecycle_stage != "active")
+            found.append((tags[KEY_TAG].removeprefix(f"{view.id}/"), each))
+        for key, each in sorted(found, key=lambda one: (one[1].is_deleted, -one[1].position)):
+            if known.setdefault(key, each) is not each and not each.is_deleted:
+                store.delete_run(each.run_id)
         return known
 
-    def _tag(self, run: RunView) -> str:
-        """By which a run is found in MLflow."""
-        return f"{self._view.id}/{run.key}"
+    def _send(self, store: Store, view: LogView, run: RunView, *, has_files: bool) -> None:
+        """Send what a run has gained: its metrics, then its files where it has them, its status, and how far it is."""
+        known = self._known.get(run.key) or self._create(store, view, run)
+        if known.is_deleted:
+            raise _DeletedError(self._why_deleted(store, run, known))
+        while run.items and run.items[0].end <= known.position:
+            run.items.popleft()
+        if run.changed <= known.position:
+            return
+        self._log(store, run, known)
+        if has_files:
+            self._send_files(store, view, run, known)
+        if run.status != known.status:
+            self._request(store, run, "status", lambda: store.set_status(known.run_id, run.status, run.ended_ms))
+            known.status = run.status
+        if run.items:  # files that wait; everything behind the position is sent again by a process that does not know more
+            return
+        position: Row = ("tags", (POSITION_TAG, run.mark))
+        self._request(store, run, "position", lambda: store.log(known.run_id, [position]))
+        known.position = run.changed
 
-    def _find(self, store: Store, run: RunView) -> list[Run]:
-        """What MLflow has of a run: the one that is not deleted and the furthest first."""
-        found = store.find_runs(self._tag(run))
-        return sorted(found, key=lambda each: (each.info.lifecycle_stage != "active", -self._position_of(each)))
+    def _create(self, store: Store, view: LogView, run: RunView) -> _Known:
+        parent = self._known[run.parent] if run.parent else None
+        if parent is not None and parent.is_deleted:
+            raise _DeletedError(self._why_deleted(store, view.runs[str(run.parent)], parent))
+        try:
+            run_id = store.create_run(f"{view.id}/{run.key}", run.name, parent.run_id if parent else None, run.began_ms)
+        except Exception:
+            self._may_have_twins = True
+            raise
+        self._known[run.key] = _Known(run_id)
+        return self._known[run.key]
 
-    def _position_of(self, run: Run) -> int:
-        """Offset up to which a run of MLflow has the log."""
-        return self._view.offset_of(run.data.tags.get(POSITION_TAG, ""))
-
-    def _why_deleted(self, store: Store, run: RunView, run_id: str) -> str:
+    def _why_deleted(self, store: Store, run: RunView, known: _Known) -> str:
         again = f"distill sync {self._name}"
         if store.is_experiment_deleted():
             return f"experiment {store.experiment!r} was deleted in MLflow: {again} restores it, with its runs"
-        return f"run {run_id} ({run.key}) was deleted in MLflow: restore it there, then {again}"
+        return f"run {known.run_id} ({run.key}) was deleted in MLflow: restore it there, then {again}"
 
     def _request(self, store: Store, run: RunView, what: str, request: Callable[[], Any]) -> None:
-        """Carry out a request, or leave out what MLflow will never take. Raises _UnavailableError, _RestartError."""
+        """Carry out a request, or leave out what MLflow will never take. Raises _ChangedError."""
         try:
             request()
         except RefusedError as refusal:
-            self._check_available(store, run)
-            self._leave_out(f"{what} of {run.key}", first_line(refusal))
+            self._leave_out(store, run, (what,), refusal)
 
-    def _check_available(self, store: Store, run: RunView) -> None:
-        """Whether a request was refused because its run is not there any more, which the next try looks up.
-
-        Raises:
-            _UnavailableError: it was deleted, and can be restored.
-            _RestartError: it is gone for good.
-        """
-        known = self._known[run.key]
-        found = [each.info for each in self._find(store, run) if each.info.run_id == known.run_id]
-        if not found or found[0].lifecycle_stage != "active":
-            del self._known[run.key]
-            if not found:
-                raise _RestartError
-            raise _UnavailableError(self._why_deleted(store, run, known.run_id))
-
-    def _leave_out(self, what: str, reason: str) -> None:
+    def _leave_out(self, store: Store, run: RunView, what: tuple[Any, ...], refusal: RefusedError) -> None:
+        """Count what was refused. Raises _ChangedError: it was, because the run is not there any more."""
+        if not store.is_active(self._known[run.key].run_id):
+            raise _ChangedError
+        reason = first_line(refusal)
         if reason not in self._refused:
-            log.warning("tracking: %s is left out: %s", redact(what), redact(reason))
-        self._refused[reason] = self._refused.get(reason, 0) + 1
+            log.warning("tracking: %s of %s is left out: %s", redact(what[0]), run.key, redact(reason))
+        self._refused[reason].add((run.key, what))
 
     def _log(self, store: Store, run: RunView, known: _Known) -> None:
         """Send parameters and tags that MLflow lacks, and the metrics."""
-        rows: list[Row] = []
-        if not known.has_params:  # MLflow keeps the first value of each
-            rows += (("params", item) for item in run.params().items() if item[0] not in known.params)
         tags = run.tags | {MLFLOW_NAMES[name]: run.tags[name] for name in run.tags.keys() & MLFLOW_NAMES.keys()}
-        rows += (("tags", item) for item in tags.items() if known.tags.get(item[0]) != item[1])
-        rows += (("metrics", item.value) for item in run.items if item.kind == "metrics")
-        for part in batches(rows):
+        params = {} if known.params is None else run.params()  # MLflow keeps the first value of each
+        rows: dict[str, list[Row]] = {
+            "params": [("params", item) for item in params.items() if item[0] not in (known.params or ())],
+            "tags": [("tags", item) for item in tags.items() if known.tags.get(item[0]) != item[1]],
+            "metrics": [("metrics", item.value) for item in run.items if item.kind == "metrics"],
+        }
+        while part := [row for kind, each in rows.items() for row in each[: MAX_ROWS_OF[kind]]]:
             self._log_part(store, run, known, part)
-        known.has_params, known.tags = True, tags
-        known.params.clear()
+            rows = {kind: each[MAX_ROWS_OF[kind] :] for kind, each in rows.items()}
+        known.params, known.tags = None, tags
         run.items = deque(item for item in run.items if item.kind != "metrics")
 
     def _log_part(self, store: Store, run: RunView, known: _Known, part: list[Row]) -> None:
@@ -297,21 +283,21 @@ class Syncer:
         try:
             store.log(known.run_id, part)
         except RefusedError as refusal:
-            self._check_available(store, run)
             if len(part) == 1:
-                self._leave_out(f"{part[0][1][0]} of {run.key}", first_line(refusal))
+                self._leave_out(store, run, part[0][1], refusal)
                 return
-            middle = len(part) // 2
-            self._log_part(store, run, known, part[:middle])
-            self._log_part(store, run, known, part[middle:])
+            for half in (part[: len(part) // 2], part[len(part) // 2 :]):
+                self._log_part(store, run, known, half)
 
-    def _send_files(self, store: Store, run: RunView, known: _Known) -> None:
+    def _send_files(self, store: Store, view: LogView, run: RunView, known: _Known) -> None:
         """Send the files of a run, until one fails: most likely the others would too. A server may have nowhere to put them."""
         requests: dict[str, Callable[[Any], None]] = {
             "dataset": lambda dataset: store.log_dataset(known.run_id, dataset),
             "views": lambda views: self._add_views(store, views),
             "artifact": lambda path: store.log_artifact(known.run_id, path),
-            "model": lambda path: store.log_model(known.run_id, self._view.checkpoint(path), self._tag(run)),
+            "model": lambda path: store.log_model(
+                known.run_id, view.checkpoint(path), f"{view.id}/{run.key}", view.registered_model
+            ),
         }
         for item in list(run.items):
             is_file = item.kind in FILES
@@ -321,7 +307,7 @@ class Syncer:
                 what = Path(item.value).name if is_file else item.kind
                 self._request(store, run, what, partial(requests[item.kind], item.value))
             except Exception as error:
-                if not is_file or isinstance(error, _UnavailableError | _RestartError):
+                if not is_file or isinstance(error, _ChangedError):
                     raise
                 self._upload_trouble = reason_of(error)
                 continue
@@ -332,17 +318,6 @@ class Syncer:
             log.warning("tracking: %s has no saved views of the trials: %s", self._where, reason)
         else:
             self.state.views = list(views)
-
-    def _set_status(self, store: Store, run: RunView, known: _Known) -> None:
-        if run.status == "RUNNING":
-            self._request(store, run, "status", lambda: store.reopen_run(known.run_id))
-        else:
-            self._request(store, run, "status", lambda: store.end_run(known.run_id, run.status, run.ended_ms))
-            if known.may_have_twin:
-                for twin in self._find(store, run):
-                    if twin.info.run_id != known.run_id and twin.info.lifecycle_stage == "active":
-                        store.delete_run(twin.info.run_id)
-        known.status = run.status
 
 
 class Syncing:
@@ -379,6 +354,7 @@ class Syncing:
         self.start()
         self._thread.join(timeout_s)
         self._abandoned.set()
+        self._thread.join(0.5)  # a request that is answered soon is its last one, and lets another process send the rest
         return self._syncer.delivery()
 
     def _run(self) -> None:
@@ -430,11 +406,11 @@ def sync(
     """
     uri = checked_uri(uri)
     if (lock := try_lock(lock_path(run_dir))) is None:
-        return Delivery(False, f"another process is sending the records of {name or run_dir.root} just now")
+        return Delivery(False, f"another process is sending the events of {name or run_dir.root} just now")
     try:
         syncer = Syncer(run_dir, uri, experiment, open_view, name)
         if syncer.state.is_sent(run_dir):
-            return Delivery(True, f"MLflow was sent every record ({redact(uri)})")
+            return Delivery(True, f"MLflow has every event ({redact(uri)})")
         for attempt in range(1, max_failures + 1):
             if syncer.try_sync(is_last=True, until_s=until_s):
                 break
@@ -461,29 +437,14 @@ def sync_neighbours(
             state = SyncState.read(run_dir)
             if folder == finished.root or state is None or state.uri != uri or state.is_sent(run_dir):
                 continue
-            if time.monotonic() >= until_s:
-                left.append(folder)
-            elif sync(run_dir, uri, state.experiment, open_view, max_failures=1, until_s=until_s).is_complete:
+            in_time = time.monotonic() < until_s
+            if in_time and sync(run_dir, uri, state.experiment, open_view, max_failures=1, until_s=until_s).is_complete:
                 sent.append(folder)
             elif time.monotonic() >= until_s:
                 left.append(folder)
         except (OSError, ExperimentError) as error:
             log.warning("tracking: the log of %s cannot be read: %s", folder, error)
     return sent, left
-
-
-def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows in order, in as many requests as MLflow needs."""
-    part: list[Row] = []
-    counts = dict.fromkeys(MAX_ROWS_OF, 0)
-    for row in rows:
-        if len(part) == MAX_ROWS or counts[row[0]] == MAX_ROWS_OF[row[0]]:
-            yield part
-            part, counts = [], dict.fromkeys(MAX_ROWS_OF, 0)
-        part.append(row)
-        counts[row[0]] += 1
-    if part:
-        yield part
 
 
 def reason_of(error: Exception) -> str:

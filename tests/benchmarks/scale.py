@@ -121,9 +121,9 @@ def sweep(size: int, folder: Path) -> Figures:
     from service.runs.display import Display
     from service.runs.events import event
     from service.runs.run_log import read_log
-    from service.runs.trial import run_trial
     from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
     from service.sweeps.run_trials import TeacherSource, TrialWatch, assign, save_rows
+    from service.sweeps.trial_functions import run_trial
     from service.sweeps.trials import Trial, load_outcomes, plan_trials
     from tests.run_log import session_of
     from tests.service.report.runs import timed as row_of
@@ -153,8 +153,8 @@ def sweep(size: int, folder: Path) -> Figures:
         pickled = cloudpickle.dumps(partial(run_trial, assignments=sent))
         figures["function_mib"] = len(pickled) / 2**20
         figures["function_load_s"] = timed(lambda: pickle.loads(pickled))
-        watch = TrialWatch(session, trials, max_concurrent=1)
-        figures["look_s"] = timed(watch.look)
+        display._readers.append(TrialWatch(session, trials, max_concurrent=1).take)
+        figures["look_s"] = timed(display.tick)
         display.print = lambda text: None  # type: ignore[method-assign]
         rng = np.random.default_rng(0)
 
@@ -162,11 +162,9 @@ def sweep(size: int, folder: Path) -> Figures:
             stage, row = f"trials/{trial.id}/student", row_of(trial.id, trial.params, True, 1.0, rng)
             outcome = {"status": "ok", "metrics": row["metrics"], "steps_s": row["steps_s"]}
             session.log.record("stage_begun", stage, trial=trial.id, model="mlp_small")
-            session.log.recorder.record(
-                [event("stage_ended", stage, outcome={"status": "ok"}), event("trial_ended", trial=trial.id, outcome=outcome)]
-            )
+            session.log.recorder.record([event("trial_ended", trial=trial.id, outcome=outcome)])
 
-        figures["begin_and_end_s"] = timed(lambda: [*map(begin_and_end, trials), watch.look()])
+        figures["begin_and_end_s"] = timed(lambda: [*map(begin_and_end, trials), display.tick()])
         figures["load_s"] = timed(lambda: load_outcomes(trials, read_log(run_dir).fold))
         figures["save_s"] = timed(lambda: save_rows(session, trials))
     figures["result_mib"] = run_dir.result.stat().st_size / 2**20
@@ -178,24 +176,21 @@ def report(size: int, folder: Path) -> Figures:
     """`distill report` and `compare` of sweeps of `size` trials, with 3 epochs each."""
     from rich.console import Console
 
-    from service.report.compare import compare
-    from service.report.comparison import comparison_lines
+    from service.report.compare import compare, comparison_lines
     from service.report.page import write_page
-    from service.report.run_records import records_of_run
-    from service.report.terminal_tables import report_of
-    from service.runs.run_directory import as_it_stands, reopen
+    from service.report.records import Records, records_of_run
+    from service.report.terminal import report_of
     from tests.service.report.runs import sweep_dir
 
     run_dir = sweep_dir(folder / "a", space_of(size), epochs=3)
     figures: Figures = {}
-    opened: list[Any] = []
-    figures["open_s"] = timed(lambda: opened.append(reopen(run_dir.root)))
-    _, _, result = opened[0]
+    opened: list[Records] = []
+    figures["open_s"] = timed(lambda: opened.append(records_of_run(run_dir.root)))
+    (records,) = opened
     with open(os.devnull, "w") as nowhere:
         console = Console(file=nowhere, width=160)
-        figures["stands_s"] = timed(lambda: as_it_stands(run_dir, result))
-        figures["tables_s"] = timed(lambda: [console.print(part) for part in report_of(result, run_dir)])
-        figures["page_s"] = timed(lambda: write_page(run_dir, result))
+        figures["tables_s"] = timed(lambda: [console.print(part) for part in report_of(records)])
+        figures["page_s"] = timed(lambda: write_page(records))
         figures["page_mib"] = run_dir.report.stat().st_size / 2**20
         other = sweep_dir(folder / "b", space_of(size), slow=1.1)
 

@@ -9,7 +9,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 def test_an_experiment_is_probed_and_its_fault_named(distill: Distill) -> None:
     tiny_batch = ("--set", "data.global_batch_size=2", "--set", "train.max_steps=10")
-    output = distill.run("doctor", distill.experiment, *tiny_batch)
+    output = distill.run("doctor", distill.experiment, *tiny_batch, "--measure")
+    measured = [line.partition(":")[0] for line in output.splitlines() if line.startswith("measured ")]
+    assert measured[:2] == ["measured unchanged, once more", "measured with one batch kept in memory"]
     assert "launch-bound, " in output
     assert "change: --set data.global_batch_size=" in output
     (run,) = distill.runs.iterdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.report.run_records import hangs_of
+from service.report.records import hang_lines
 from service.runs.run_log import read_log
 from tests.integration.conftest import Distill, records, result, wait_until
 from tests.trainables.data.photos import photo
@@ -22,7 +22,7 @@ import ctypes, os, time
 import torch.distributed as dist
 
 from trainables.config import MethodOptions
-from trainables.data.sources import folder
+from trainables.data.pack import layout_reader
 from trainables.engine import checkpoint_writer
 from trainables.methods.contract import Method, Requirements
 
@@ -120,7 +120,7 @@ def test_an_image_whose_read_does_not_return_is_in_the_stacks(distill: Distill) 
             folder.mkdir(parents=True, exist_ok=True)
             photo(number).save(folder / f"{number:03d}.jpg")
     # A dead network file system: files that cannot be waited for, such as pipes, are skipped.
-    sets = hanging(distill, "folder.read_file = lambda path: time.sleep(10_000)", "self.calls == 12")
+    sets = hanging(distill, "layout_reader.read_file = lambda path: time.sleep(10_000)", "self.calls == 12")
     data = ("--set", f"data.path={images}", "--set", "data.global_batch_size=8")
     run = distill.runs / "read"
     output = distill.run("train", distill.experiment, "--out", run, *data, *sets, "--set", "scale.max_failures=0", code=2)
@@ -146,7 +146,7 @@ def test_a_hang_that_comes_again_at_the_same_place_ends_the_stage_and_one_that_d
     output = distill.run("train", distill.experiment, "--out", run, *TWO, *sets, code=2)
     assert "hang: going on from the last checkpoint (restart 1 of at most 3)" in output
     assert "hung in student of step 12 again: no progress for" in output.splitlines()[-1]
-    assert len(hangs_of(read_log(RunDir(run)))) == 2
+    assert len(hang_lines(read_log(RunDir(run)))) == 2
     once = distill.folder / "once"
     sets = hanging(distill, f"time.sleep(0 if os.path.exists({str(once)!r}) else open({str(once)!r}, 'w').write('x') * 10_000)")
     run = distill.runs / "once"

@@ -332,7 +332,7 @@ def test_numbers_that_are_not_finite_artifacts_and_a_model_arrive_over_http(runn
     run.run_dir.report.write_text("page")
     run.end()
     for _ in range(2):
-        assert run.sync().message == f"MLflow was sent every record ({running.uri})"
+        assert run.sync().message == f"MLflow has every event ({running.uri})"
         state_path(run.run_dir).unlink()
         run.add(event("session_begun"))
         run.end()

@@ -87,7 +87,7 @@ def test_a_sweep_in_the_store_has_its_rows_there(distill: Distill, s3: S3, tmp_p
     sets = [teacher, space, "optim.epochs=1", "tracking.enabled=true"]
     output = distill.run("sweep", distill.experiment, *options(sets), env=env)
     assert len(re.findall(r"% top-1 on 355 .* chance is [\d.]+% \(", output)) == 1  # the second trial knows it from the store
-    assert "MLflow's records lie on this machine" in output
+    assert "MLflow's store is on this machine" in output
     found = contents(ROOT)
     (name,) = [name for name in found if name.endswith("/result.json") and name.count("/") == 1]
     run = name.removesuffix("/result.json")

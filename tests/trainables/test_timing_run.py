@@ -1,17 +1,22 @@
 """Timing runs: they end after their steps, or sooner where their caller has seen enough, on all ranks at the same step."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from tests.trainables.jobs import Recorded, config, no_telemetry
+from tests.trainables.jobs import Recorded, config, no_telemetry, write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
+from trainables.engine.job import Job
+from trainables.engine.omitted_part import RepeatedTeacher
 from trainables.engine.train import build, run_job
+from trainables.teachers.network import TeacherNetwork
 
 TIMING = {"log_every": 4, "warmup_steps": 2, "max_steps": 30}
 
@@ -67,3 +72,46 @@ def test_all_ranks_end_at_the_same_step(tmp_path: Path, ranks: RankPool) -> None
 def test_cost_is_the_epochs_time_on_all_workers(tmp_path: Path, ranks: RankPool) -> None:
     for summary, _ in ranks.run(2, timed, config(tmp_path, train=TIMING, teacher=None), None):
         assert summary["gpu_s_per_epoch"] == pytest.approx(2 * summary["epoch_s"])
+
+
+def test_steps_without_loading_or_without_the_teacher_do_without_it(tmp_path: Path) -> None:
+    def numbers(omitted: str | None) -> tuple[int, int]:
+        """Batches that were read after the warm-up, and forward passes of the teacher."""
+        settings = config(tmp_path, train=TIMING, teacher={"weights": write_teacher(tmp_path / "teacher.safetensors")})
+        settings = settings.model_copy(update={"omitted": omitted})
+        with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+            passes = list[int]()
+            for network in teachers_of(job):
+                network.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+            summary = run_job(job)
+            assert summary["steps"] == 32
+            assert math.isfinite(summary["phase/step_ms"])
+            return job.train_loader.costs._batches, len(passes)
+
+    for omitted in (None, "nothing"):
+        num_batches, num_passes = numbers(omitted)
+        assert num_batches >= 28
+        assert num_passes >= 32
+    num_batches, num_passes = numbers("loading")
+    assert num_batches < 10
+    assert num_passes >= 32
+    assert numbers("teacher")[1] <= 2  # of a whole batch, and of an epoch's last one
+
+
+def teachers_of(job: Job) -> list[nn.Module]:
+    teacher = job.train_state.teacher
+    network = teacher.teacher if isinstance(teacher, RepeatedTeacher) else teacher
+    assert isinstance(network, TeacherNetwork)
+    return list(network.networks)
+
+
+def parameter_sum(group: Group, settings: TrainConfig) -> float:
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+        run_job(job)
+        return float(sum(parameter.detach().sum() for parameter in job.student.parameters()))
+
+
+def test_steps_without_all_reduce_train_each_rank_alone(tmp_path: Path, ranks: RankPool) -> None:
+    settings = config(tmp_path, train=TIMING, teacher=None)
+    assert len(set(ranks.run(2, parameter_sum, settings))) == 1
+    assert len(set(ranks.run(2, parameter_sum, settings.model_copy(update={"omitted": "allreduce"})))) == 2

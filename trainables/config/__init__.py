@@ -3,7 +3,7 @@
 `service.config.experiment` composes the same sections into the experiment that a user writes.
 """
 
-from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, RandAugmentConfig
+from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, PolicyConfig
 from trainables.config.distill import DistillConfig, InitStageOptions, MethodOptions, init_epochs
 from trainables.config.evaluation import EvalConfig
 from trainables.config.job import (
@@ -43,10 +43,10 @@ __all__ = [
     "Natural",
     "NonNegative",
     "OptimConfig",
+    "PolicyConfig",
     "Positive",
     "Precision",
     "Probability",
-    "RandAugmentConfig",
     "RunStore",
     "ScaleConfig",
     "Section",

@@ -13,11 +13,16 @@ ON_DEVICE = ("gpu", "dali")
 """What `data.decoder` may be that decodes on the device, see `trainables.device.decoders`."""
 
 
-class RandAugmentConfig(Section):
-    """RandAugment with torchvision's operations."""
+class PolicyConfig(Section):
+    """A policy that draws operations for each image, with torchvision's operations or, where it is named, timm's."""
 
-    num_ops: Annotated[Count, Field(le=16)] = Field(2, description="operations on each image")
-    magnitude: Annotated[Natural, Field(le=30)] = Field(9, description="of each operation, 0 to 30")
+    name: Literal["randaugment", "randaugment_timm", "autoaugment", "trivialaugment", "augmix", "three_augment"] = Field(
+        description="autoaugment: ImageNet's; randaugment_timm: timm's rand-…-inc1; three_augment: gray, solarized or blurred"
+    )
+    num_ops: Annotated[Count, Field(le=16)] = Field(2, description="randaugment: operations on each image")
+    magnitude: Annotated[Natural, Field(le=30)] = Field(9, description="randaugment: of each operation, 0 to 30; timm's: 0 to 10")
+    magnitude_std: NonNegative = Field(0.0, description="randaugment: deviation of normal noise on the magnitude, timm's mstd")
+    severity: Annotated[Count, Field(le=10)] = Field(3, description="augmix: magnitudes are the first so many of ten")
 
 
 class ColorJitterConfig(Section):
@@ -33,7 +38,7 @@ class ColorJitterConfig(Section):
 class DeviceAugmentConfig(Section):
     """Training augmentation of whole batches on the device, in this order; absent or 0 is off."""
 
-    randaugment: RandAugmentConfig | None = None
+    policy: PolicyConfig | None = None
     color_jitter: ColorJitterConfig | None = None
     grayscale: Probability = Field(0.0, description="probability of a gray image")
     random_erasing: Probability = Field(0.0, description="probability that a rectangle becomes the mean color")
@@ -76,7 +81,7 @@ class DataConfig(Section):
     )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
-        "auto", description="decode threads per worker; auto: as many as are needed; 0: the training thread decodes"
+        "auto", description="decode threads per worker; auto: the cores that training leaves; 0: the training thread decodes"
     )
     loader: Literal["auto", "threads", "process"] = Field(
         "auto",
@@ -91,6 +96,9 @@ class DataConfig(Section):
     )
     min_crop_area: Annotated[float, Field(gt=0, le=1)] = Field(
         0.08, description="crop_flip: smallest share of an image's area in a crop"
+    )
+    repeats: Annotated[Count, Field(le=64)] = Field(
+        1, description="views of an image in a training batch, augmented differently; an epoch of as many steps has fewer images"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
     decoder: Literal["auto", "gpu", "dali"] = Field(
@@ -113,10 +121,7 @@ class DataConfig(Section):
     stage: Annotated[str, Field(pattern=r"^(none|ram|[/~].*)$")] = Field(
         "none", description="where a node copies a packed set: `ram` or an absolute folder; `none`: no copy"
     )
-    cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps the image files that it has read")
-    cache_mib: Count | None = Field(
-        None, description="limit of what a node stores with `cache: memory` or of a remote set; absent: by free space"
-    )
+    cache_mib: Count | None = Field(None, description="limit of what a node stores of remote sets; absent: by free space")
     mean: Mean = Field((0.485, 0.456, 0.406), description="per-channel mean of the student's pixels in [0, 1]")
     std: Std = Field((0.229, 0.224, 0.225), description="per-channel deviation of the student's pixels in [0, 1]")
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,14 +14,22 @@ from trainables.config.evaluation import EvalConfig
 from trainables.config.models import TeacherConfig, TeacherOfSeveralConfig, WeightedConfig
 from trainables.config.optim import OptimConfig
 from trainables.config.scale import ScaleConfig
-from trainables.config.section import Count, Natural, Positive, Section
+from trainables.config.section import Count, ImageSize, Natural, Positive, Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64", "auto"]
 """`auto`: see `trainables.device.precision`."""
 FEATURES_TAP = "embedding"
 """The tap that is a model's features of an image, where none is named."""
+StepPart = Literal["nothing", "loading", "teacher", "allreduce"]
 Measure = Literal["accuracy", "knn", "linear", "embed"]
 """An evaluation's result: the accuracy of the model's own classes or of a probe of its features, or these in a file."""
+
+
+class ProgressiveConfig(Section):
+    """A part of the training in which the student sees its crops at a smaller size."""
+
+    epochs: Annotated[float, Field(gt=0, le=1)] = Field(description="share of the epochs")
+    image_size: ImageSize = Field(description="height and width in pixels, to which crops of data.image_size are resized")
 
 
 class TrainingConfig(Section):
@@ -38,6 +47,9 @@ class TrainingConfig(Section):
         None, description="task_loss bce: targets of mixed or smoothed labels above this are 1, others 0; absent: as they are"
     )
 
+    progressive: tuple[ProgressiveConfig, ...] = Field(
+        (), description="the student: smaller images in the first parts of training; later and in evaluations data.image_size"
+    )
     channels_last: bool | Literal["auto"] = Field(
         "auto", description="channels_last memory format; auto: in bf16 and fp16, and on a CPU in fp32"
     )
@@ -110,7 +122,6 @@ class TrainConfig(Section):
     accepted_data: DataIdentity | None = Field(
         None, description="data with which the stage goes on although its checkpoint was trained on other data; None: with none"
     )
-    loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
     weights: str | None = Field(None, description="as student.weights")
     weights_key: str | None = Field(None, description="as student.weights_key")
@@ -135,6 +146,7 @@ class TrainConfig(Section):
         None,
         description="an elastic stage: it ends, to begin again with so many workers, once there is room; None: never",
     )
+    omitted: StepPart | None = Field(None, description="a timing run: the part of its steps that is left out")
     report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
 
@@ -169,6 +181,12 @@ class TrainConfig(Section):
     def measures_noise(self) -> bool:
         """Whether the noise of the gradients is measured, as predictions of the time to an accuracy need it."""
         return self.train.noise_scale or self.train.until_top1_pct is not None
+
+    def train_image_size(self, epoch: int) -> int | None:
+        """The size at which the model sees the crops of an epoch; None: as in evaluations, and so in a timing run."""
+        shares = () if self.train.max_steps is not None or self.init_stage else self.train.progressive
+        ends = accumulate(each.epochs * self.optim.epochs for each in shares)
+        return next((each.image_size for each, end in zip(shares, ends, strict=True) if epoch < end - 1e-9), None)
 
     @property
     def num_augmentation_epochs(self) -> int | None:

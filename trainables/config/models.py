@@ -215,10 +215,3 @@ class AssistantConfig(ModelConfig):
     """A model between teacher and student: it learns from the one before it and teaches the one after it."""
 
     epochs: Count | None = Field(None, description="of its training; absent: optim.epochs")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_weights(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and "weights" in tree:
-            raise ValueError("weights: an assistant is trained here: leave them out")
-        return tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from trainables.config.section import Count, Natural, NonNegative, Section
 
@@ -57,14 +57,6 @@ class ScaleConfig(Section):
         if not isinstance(workers, list | tuple) or len(workers) != 2:
             return tree
         return {**tree, "min_workers": workers[0], "num_workers": workers[1]}
-
-    @field_validator("pipeline_stages", "micro_batches", mode="before")
-    @classmethod
-    def _refuse_auto(cls, written: Any, info: ValidationInfo) -> Any:
-        if written == "auto":
-            instead = "a number such as 2" if info.field_name == "pipeline_stages" else "a number, or leave it out"
-            raise ValueError(f"no longer chooses by timing: write {instead}")
-        return written
 
     @property
     def num_replicas(self) -> int:

@@ -1,6 +1,6 @@
 """How an image becomes what the models see: validation's view, training's augmentations, and their random numbers.
 
-Every random number is a hash of (seed, epoch, sample, which one), so no batch, thread, rank or restart changes an image.
+Every random number is a hash of (seed, epoch, sample, repeat, which one), so no batch, thread, rank or restart changes an image.
 Shapes: B samples, U random numbers a sample.
 """
 
@@ -31,19 +31,19 @@ AUGMENTS = {"none": 0, "crop_flip": 3 + 2 * _TRIES, "pad_crop_flip": 3}
 cv2.setNumThreads(0)
 
 
-def uniforms(seed: int, epoch: int, indices_B: NDArray[np.int64], count: int, name: str = "") -> NDArray[np.float64]:
-    """Random numbers (B, `count`) in [0, 1), row b a pure function of (seed, epoch, indices_B[b], `name`).
+def uniforms(seed: int, epoch: int, views_B: NDArray[np.int64], count: int, name: str = "") -> NDArray[np.float64]:
+    """Random numbers (B, `count`) in [0, 1), row b a pure function of (seed, epoch, views_B[b], `name`).
 
     Each row is a SplitMix64 stream (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014;
-    finalizer constants of Stafford's mix 13) whose start is itself hashed from seed, epoch and index; 53 bits a number.
+    finalizer constants of Stafford's mix 13) whose start is itself hashed from seed, epoch and view; 53 bits a number.
     """
-    starts_B = mix64(np.uint64(epoch_start(seed, epoch)) + indices_B.astype(np.uint64))
+    starts_B = mix64(np.uint64(epoch_start(seed, epoch)) + views_B.astype(np.uint64))
     steps_U = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(stream_start(name))
     return (mix64(starts_B[:, None] + steps_U) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def epoch_start(seed: int, epoch: int) -> int:
-    """A hash of both, to which a sample's index is added."""
+    """A hash of both, to which a view (`trainables.data.order.REPEAT`) is added."""
     return int(mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))[0])
 
 

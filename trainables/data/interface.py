@@ -40,7 +40,8 @@ class Source(ABC):
 
     def order(self, data: DataConfig, split: Split, seed: int) -> Order:
         """The order in which its samples are read."""
-        return Order(split, data.shuffle, seed=seed, num_samples=len(self), shard_sizes=self.shard_sizes)
+        sizes = self.shard_sizes
+        return Order(split, data.shuffle, seed=seed, num_samples=len(self), shard_sizes=sizes, repeats=data.repeats)
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -61,9 +62,6 @@ class Source(ABC):
     def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
         """The pixels of these samples, where all have one `size`, into `out_RHWC`. Raises DataError: see the source."""
         raise NotImplementedError
-
-    def prefetch(self, indices_R: NDArray[np.int64]) -> None:  # noqa: B027
-        """These samples will be read next, one after the other. Raises DataError: see the source."""
 
     def follow(self, order: Order, epoch: int, position: int) -> None:  # noqa: B027
         """What `order` has from this position on will be read next; called as reading goes on."""

@@ -16,6 +16,8 @@ Split = Literal["train", "val"]
 
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's step: 2⁶⁴ divided by the golden ratio."""
+REPEAT = 1 << 40
+"""A view of an image, by which it is augmented, is its index + REPEAT · the number of its repeat in the epoch, from 0."""
 _ROUNDS = 10  # 4 are pseudorandom for large N (Luby & Rackoff 1988); a domain of a few values needs more to come near uniform
 _SAMPLES, _BLOCKS, _WINDOW, _SLOTS = 1, 2, 3, 4  # what a key is for
 _BLOCK_SAMPLES = 256  # of a source without shards
@@ -83,13 +85,24 @@ class Order:
 
     `full`: `sample_at`. `none`: as stored. `window(n)`: blocks in random order one behind the other, and each stretch of n
     samples of that row shuffled in itself; blocks are the source's shards, or else 256 neighbours. This is a pure function of
-    (seed, epoch, position) too, and holds 32 bytes a block.
+    (seed, epoch, position) too, and holds 32 bytes a block. In training `repeats` n show each of the first n-th of the samples
+    n times: Hoffer et al. 2019, "Augment your batch", and an epoch is as long as without.
     """
 
+    repeats = 1
+
     def __init__(
-        self, split: Split, shuffle: str, *, seed: int, num_samples: int, shard_sizes: Sequence[int] | None = None
+        self,
+        split: Split,
+        shuffle: str,
+        *,
+        seed: int,
+        num_samples: int,
+        shard_sizes: Sequence[int] | None = None,
+        repeats: int = 1,
     ) -> None:
         self.num_samples, self._seed = num_samples, seed
+        self.repeats = repeats if split == "train" else 1
         self._shuffle = shuffle if split == "train" else "none"
         self._window = shuffle_window(self._shuffle) or 0
         if self._window:
@@ -97,6 +110,23 @@ class Order:
             self._sizes_S: NDArray[np.int64] = np.diff(cuts) if shard_sizes is None else np.array(shard_sizes, dtype=np.int64)
             self._starts_S: NDArray[np.int64] = np.cumsum(self._sizes_S) - self._sizes_S
             self._row = self._lay_out(epoch=0)
+
+    @property
+    def num_shown(self) -> int:
+        """How many samples an epoch shows: those at the positions before."""
+        return math.ceil(self.num_samples / self.repeats)
+
+    def views(self, epoch: int, begin: int, end: int, rank: int, world_size: int) -> NDArray[np.int64]:
+        """A rank's part of the global batch [begin, end) of an epoch, see `REPEAT`.
+
+        In a batch the first repeats come before the second ones. So neighbors, which may be mixed, are different images, and
+        repeats of an image are on different ranks, as far as there are such.
+        """
+        slots_G = np.arange(begin, end)
+        slots_G = slots_G[np.argsort(slots_G % self.repeats, kind="stable")]
+        slots_B = slots_G[slice(*rank_part(0, end - begin, rank, world_size))]
+        views_B: NDArray[np.int64] = self.at(epoch, slots_B // self.repeats) + REPEAT * (slots_B % self.repeats)
+        return views_B
 
     def at(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
         """The samples (B,) at `positions_B` of an epoch, in [0, num_samples)."""

@@ -14,7 +14,7 @@ from trainables.device.color import ColorJitter, Grayscale
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.erasing import RandomErasing
 from trainables.device.mixing import Mixing
-from trainables.device.randaugment import RandAugment
+from trainables.device.policies import POLICIES
 from trainables.device.random_numbers import Draws
 from trainables.device.tensor_format import pixels_of
 
@@ -28,7 +28,7 @@ class Augmentation(Protocol):
 
 
 AUGMENTATIONS: dict[str, Callable[[Any, DataConfig, torch.device], Augmentation]] = {
-    "randaugment": lambda config, data, device: RandAugment(config, data.image_size, device),
+    "policy": lambda config, data, device: POLICIES[config.name](config, data.image_size, device),
     "color_jitter": lambda config, data, device: ColorJitter(config),
     "grayscale": lambda probability, data, device: Grayscale(probability),
     "random_erasing": lambda probability, data, device: RandomErasing(probability, data.mean, device),
@@ -37,7 +37,7 @@ AUGMENTATIONS: dict[str, Callable[[Any, DataConfig, torch.device], Augmentation]
 
 
 class TrainInputs:
-    """Augments and mixes training batches; every random number is a function of (seed, epoch, sample, name).
+    """Augments and mixes training batches; every random number is a function of (seed, epoch, view, name).
 
     Augmentations see numbers from 0 to 255, of which `pixels` makes floats in [0, 1]. What models do with these is linear: an
     erased rectangle has the mean color, and MixUp and CutMix mix what is normalized later, as torchvision mixes what is. Nothing
@@ -55,7 +55,7 @@ class TrainInputs:
         """The batch as the student and the teacher get it. The current stream waits for its copy already."""
         images_BCHW, mix = batch.images_BCHW, None
         if len(batch.labels_B) and (self._augmentations or self._mixing):
-            draws = Draws(self._seed, batch.epoch, batch.indices_B)
+            draws = Draws(self._seed, batch.epoch, batch.views_B)
             images_BCHW = images_BCHW.to(torch.float32, memory_format=torch.contiguous_format)
             for name, augmentation in self._augmentations.items():
                 images_BCHW = augmentation(images_BCHW, draws.uniforms(name, augmentation.num_uniforms))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainables.data.encoded_rows import EncodedRows
 from trainables.data.loader.loader import Batch
+from trainables.data.order import REPEAT
 from trainables.device.bind import bind_thread
 from trainables.device.decode import decode_regions, region_decoder
 from trainables.device.mixing import Mix
@@ -26,13 +27,18 @@ class DeviceBatch(NamedTuple):
 
     images_BCHW: Tensor  # uint8, channels last in memory; once `TrainInputs` has prepared the batch, the models' input
     labels_B: Tensor  # int64
-    indices_B: Tensor  # int64, dataset-wide
+    views_B: Tensor  # int64: the dataset-wide index, and which repeat of the image, see `order.REPEAT`
     host_indices_B: Tensor  # indices_B on the host
     epoch: int  # the one by which it is augmented
     position: int = 0  # global samples of the epoch that are consumed once this batch is trained on
     num_samples: int | None = None  # of all ranks, where that is known without them
     copied: torch.cuda.Event | None = None  # None: nothing had to be copied
     mix: Mix | None = None  # None: an image shows its own label alone
+
+    @property
+    def indices_B(self) -> Tensor:
+        """int64, dataset-wide."""
+        return self.views_B % REPEAT
 
     def wait(self) -> None:
         """Let the device's current stream wait for the copy; this thread goes on at once."""
@@ -41,10 +47,10 @@ class DeviceBatch(NamedTuple):
 
     def split(self, sizes: Sequence[int]) -> list[DeviceBatch]:
         """The batch in micro-batches of so many samples each, in order."""
-        tensors = (self.images_BCHW, self.labels_B, self.indices_B, self.host_indices_B, *(self.mix or ()))
+        tensors = (self.images_BCHW, self.labels_B, self.views_B, self.host_indices_B, *(self.mix or ()))
         return [
-            DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, self.epoch, mix=Mix(*mix) if mix else None)
-            for images_BCHW, labels_B, indices_B, host_indices_B, *mix in zip(
+            DeviceBatch(images_BCHW, labels_B, views_B, host_indices_B, self.epoch, mix=Mix(*mix) if mix else None)
+            for images_BCHW, labels_B, views_B, host_indices_B, *mix in zip(
                 *(tensor.split(list(sizes)) for tensor in tensors), strict=True
             )
         ]
@@ -77,8 +83,8 @@ def on_device(
 
 def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
     for batch in batches:
-        images_BCHW, labels_B, indices_B, position, num_samples, _ = batch
-        ready = DeviceBatch(images_BCHW, labels_B, indices_B, indices_B, epoch, position, num_samples)
+        images_BCHW, labels_B, views_B, position, num_samples, _ = batch
+        ready = DeviceBatch(images_BCHW, labels_B, views_B, batch.indices_B, epoch, position, num_samples)
         if batch.encoded_rows is not None:
             decoder = region_decoder(batch.encoded_rows.decoder, batch.images_BCHW.device, batch.encoded_rows.threads)
             ready = _without(decode_regions(decoder, batch.encoded_rows.regions, batch.images_BCHW), ready, batch.encoded_rows)
@@ -95,13 +101,13 @@ def _without(bad: Mapping[int, str], batch: DeviceBatch, encoded_rows: EncodedRo
     host_indices_B = batch.host_indices_B[good]
     rows_B = torch.tensor(good, dtype=torch.int64, device=batch.labels_B.device)
     images_BCHW = batch.images_BCHW[rows_B].contiguous(memory_format=torch.channels_last)
-    labels_B, indices_B = batch.labels_B[rows_B], batch.indices_B[rows_B]
+    labels_B, views_B = batch.labels_B[rows_B], batch.views_B[rows_B]
     copied = None
     if batch.copied is not None:  # who waits for the batch waits for these rows, in whatever stream
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(images_BCHW.device))
     return batch._replace(
-        images_BCHW=images_BCHW, labels_B=labels_B, indices_B=indices_B, host_indices_B=host_indices_B, copied=copied
+        images_BCHW=images_BCHW, labels_B=labels_B, views_B=views_B, host_indices_B=host_indices_B, copied=copied
     )
 
 
@@ -159,8 +165,8 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
     the stream was given so far. Later use is ordered by `wait`, so that the allocator needs no `record_stream`.
     """
     stream.wait_stream(torch.cuda.current_stream(device))
-    tensors = [torch.empty_like(tensor, device=device) for tensor in (batch.images_BCHW, batch.labels_B, batch.indices_B)]
-    images_BCHW, labels_B, indices_B = tensors
+    tensors = [torch.empty_like(tensor, device=device) for tensor in (batch.images_BCHW, batch.labels_B, batch.views_B)]
+    images_BCHW, labels_B, views_B = tensors
     encoded_rows = batch.encoded_rows
     began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -168,7 +174,7 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
         if encoded_rows is None or len(encoded_rows.regions) < len(images_BCHW):
             images_BCHW.copy_(batch.images_BCHW, non_blocking=True)
         labels_B.copy_(batch.labels_B, non_blocking=True)
-        indices_B.copy_(batch.indices_B, non_blocking=True)
+        views_B.copy_(batch.views_B, non_blocking=True)
     # A blocking event: the waiting thread sleeps and leaves its core to the loader.
     copied = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     decoded = None
@@ -176,8 +182,8 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
         copied.record(stream)
     else:
         decoded = decoder.submit(_decode, encoded_rows, images_BCHW, stream, copied)
-    host_indices_B = batch.indices_B.clone()  # a clone: it must not keep the memory of the whole batch
-    ready = DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, epoch, batch.position, batch.num_samples, copied)
+    host_indices_B = batch.indices_B  # computed, so that it does not keep the memory of the whole batch
+    ready = DeviceBatch(images_BCHW, labels_B, views_B, host_indices_B, epoch, batch.position, batch.num_samples, copied)
     return _Copy(ready, batch, began, copied, encoded_rows, decoded)
 
 

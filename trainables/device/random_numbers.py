@@ -11,10 +11,10 @@ from trainables.data.order import GOLDEN
 
 
 class Draws:
-    """The random numbers of a batch, a pure function of (seed, epoch, index, name): no name changes what another one draws."""
+    """The random numbers of a batch, a pure function of (seed, epoch, view, name): no name changes what another one draws."""
 
-    def __init__(self, seed: int, epoch: int, indices_B: Tensor) -> None:
-        self._starts_B = _mix(indices_B + _signed(epoch_start(seed, epoch)))
+    def __init__(self, seed: int, epoch: int, views_B: Tensor) -> None:
+        self._starts_B = _mix(views_B + _signed(epoch_start(seed, epoch)))
 
     def uniforms(self, name: str, count: int) -> Tensor:
         """The first `count` numbers of `name` for each sample: (B, count) in [0, 1), float64."""

@@ -179,7 +179,7 @@ class _Batch:
         with contextlib.closing(on_device(job.train_loader.epoch(0), job.group.device)) as batches:
             batch = state.prepare(next(batches))
         self.gather = Gather(len(batch.labels_B), job.group)
-        method_batch = MethodBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, 0.0, self.gather)
+        method_batch = MethodBatch(batch.images_BCHW, batch.labels_B, batch.views_B, 0.0, self.gather)
         outputs = self._module(batch.images_BCHW, method_batch, state.teacher(batch.images_BCHW, len(batch.labels_B)))
         self.terms: dict[str, Tensor] = next(iter(outputs.terms.values()), {})
         self._loss = compute_losses(outputs, batch.labels_B, None, self._module.weights(1.0))

@@ -25,9 +25,18 @@ class CheckpointWriter:
     One checkpoint at a time, from a host buffer that it reuses.
     """
 
-    def __init__(self, disk: DiskWriter, device: torch.device, publish: Publish = lambda paths, step, epoch: None) -> None:
-        """`publish` is called, by the disk writer, with the paths of a written checkpoint, its step and epoch; it may raise."""
-        self._disk, self._buffer, self._publish = disk, HostBuffer(device), publish
+    def __init__(
+        self,
+        disk: DiskWriter,
+        device: torch.device,
+        publish: Publish = lambda paths, step, epoch: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Both are called by the disk writer, and may raise.
+
+        `publish`: with the paths of a written checkpoint, its step and epoch. `check`: before one replaces another.
+        """
+        self._disk, self._buffer, self._publish, self._check = disk, HostBuffer(device), publish, check
         self._written: Future[None] | None = None
 
     def save(self, paths: Sequence[Path], state: CheckpointState, group: Group) -> None:
@@ -83,7 +92,7 @@ class CheckpointWriter:
                 from_each(partial(write_packed, path.with_name(shards[path][stages.rank - 1]), packed, "{}"), stages)
                 continue
             from_each(lambda: None, stages)
-            write_packed(path, packed, text)
+            write_packed(path, packed, text, self._check)
             remove_shards(path, besides=shards[path])
         if stages.is_main:
             publish()

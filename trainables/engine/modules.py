@@ -21,7 +21,7 @@ from trainables.methods.tap_reader import TapReader
 from trainables.methods.teacher_dropping import TeacherDropping
 from trainables.models.gradient_checkpointing import use_gradient_checkpointing
 from trainables.models.model_input import student_input, trained_model_input
-from trainables.models.registry import build_model
+from trainables.models.registry import build_model, check_forward
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.notices import notice
 from trainables.rules import METHOD_RULES, first_problem_of_methods, labels_are_used
@@ -202,6 +202,11 @@ def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[
     """The student's full name and the student on its device."""
     name = student_name(config.model, config.teacher, selected_methods(config))
     student = build_model(name, num_classes=num_classes, image_size=trained_model_input(config).image_size, seed=config.seed)
+    for size in (each.image_size for each in config.train.progressive):
+        fixed = "leave train.progressive out, or for a transformer of timm write student.args: {dynamic_img_size: true}"
+        check_forward(student, size, num_classes, name=name, training=True, instead=fixed)
+    if config.train.progressive and config.train.max_steps is not None:
+        notice(f"train.progressive: a timing run trains at data.image_size {config.data.image_size}")
     if config.train.gradient_checkpointing:
         use_gradient_checkpointing(student, name)
     dtype, layout = tensor_format(config)

@@ -9,9 +9,10 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainables.data.loader.core_wait import CoreWait
 from trainables.device.device_batches import DeviceBatch
@@ -19,6 +20,7 @@ from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.distributed.group import Group
 from trainables.engine.passes import TrainState, run_student
 from trainables.failures import kind_of
+from trainables.metrics.latency import pass_seconds
 
 log = logging.getLogger("raydistill")
 _MAX_S, _ROUNDS = 1.0, 3
@@ -42,6 +44,17 @@ class TrainingShape:
     """The most images that a micro-batch can have: an epoch has no more."""
     peak_bytes: int = 0
     """The most GPU memory in tensors."""
+
+
+def inference_ms(model: nn.Module, inputs_1CHW: Tensor, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
+    """The median milliseconds of a student's forward pass on a single image, in eval mode on the device that has it."""
+
+    def run() -> None:
+        with torch.no_grad(), autocast():
+            model(inputs_1CHW)
+
+    with unchanged(model):
+        return 1e3 * median(pass_seconds(run, _MAX_S / 2, inputs_1CHW.device))
 
 
 def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape) -> dict[str, float]:

@@ -106,7 +106,7 @@ def run_student(
     """
     rows = len(part.labels_B)
     gather = Gather(rows, train_state.group, train_state.cpu_group)
-    method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epochs_passed, gather)
+    method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.views_B, epochs_passed, gather)
     with train_state.autocast():
         outputs: DistillationOutputs = (module or train_state.update.module)(inputs, method_batch, teacher_outputs)
     bare = train_state.distillation_module
@@ -114,5 +114,5 @@ def run_student(
     labels_B = part.labels_B if bare.classifies else None
     weights: dict[str, float | Tensor] = {**(plain := bare.weights(epochs_passed))}
     if bare.dropping is not None and module is None:
-        weights |= bare.dropping.weights(outputs.terms, plain, part.epoch, part.indices_B, gather)
+        weights |= bare.dropping.weights(outputs.terms, plain, part.epoch, part.views_B, gather)
     return outputs, compute_losses(outputs, labels_B, part.mix, weights, train_state.task_loss)

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
+import torch
+
+from trainables.device.tensor_format import pixels_of
 from trainables.distributed.group import Group, gather_objects
 from trainables.engine.job import Job
-from trainables.engine.pass_latency import TrainingShape, pass_latency
+from trainables.engine.pass_latency import TrainingShape, inference_ms, pass_latency
 from trainables.engine.passes import TrainState
 from trainables.engine.step_sums import LABELED
 from trainables.failures import kind_of
@@ -213,11 +216,18 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     }
     # A timing run that may stop early must be short; torch.compile would compile again for other batches; a pipeline stage is
     # no model; ranks time different numbers of passes, which a collective teacher would wait for; an init stage learns no label.
-    times_passes = job.stop_early is None and not job.config.train.compile and job.config.scale.pipeline_stages == 1
-    if times_passes and not job.train_state.teacher.is_collective and not job.config.init_stage:
+    config = job.config
+    times_passes = job.stop_early is None and not (config.train.compile or config.omitted) and config.scale.pipeline_stages == 1
+    if times_passes and not job.train_state.teacher.is_collective and not config.init_stage:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
             summary |= _passes(job, shape)
+    if config.train.max_steps is None and config.scale.pipeline_stages == 1 and not config.init_stage:
+        blank_1CHW = torch.zeros(
+            (1, 3, config.data.image_size, config.data.image_size), dtype=torch.uint8, device=job.group.device
+        )
+        with metrics.clock.part("timing"):
+            summary["inference_ms"] = inference_ms(job.student, pixels_of(config)(blank_1CHW), job.train_state.autocast)
     evaluated = [row for row in progress.history if "val/num_images" in row]
     if evaluated:
         summary |= headline(evaluated[-1])

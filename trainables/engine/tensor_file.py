@@ -9,7 +9,8 @@ Shapes: N bytes of all tensors.
 
 import errno
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,8 +99,10 @@ def _entries(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def write_packed(path: Path, packed: PackedTensors, meta: str) -> None:
+def write_packed(path: Path, packed: PackedTensors, meta: str, check: Callable[[], None] = lambda: None) -> None:
     """Write the tensors to a temporary file with `meta`, JSON, in its header; fsync it and rename it to `path`.
+
+    `check` is called in between: where it raises, the file that was there is still there.
 
     Raises CheckpointError: the disk is full or cannot be written; the file that was there is still there.
     """
@@ -113,6 +116,8 @@ def write_packed(path: Path, packed: PackedTensors, meta: str) -> None:
             for rest in (memoryview(len(header).to_bytes(8, "little") + header), packed.bytes_N.numpy().data):
                 while rest:  # a write may end early, and on Linux does after 2 GiB
                     rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+            check()
     except OSError as error:
         raise CheckpointError(
             f"cannot write checkpoint {path}: {error}; the previous one still stands: {_remedy(error)}, then `distill resume`"

@@ -4,6 +4,7 @@ Knows neither Ray nor MLflow: `report` is a callable. `Job` has what is built; i
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ from trainables.engine.log_lines import log_step, write_log_line
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.losses import TaskLoss, num_labeled
 from trainables.engine.modules import selected_methods
+from trainables.engine.omitted_part import RepeatedTeacher, repeat_first
 from trainables.engine.optim import clipping
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher, sum_names
 from trainables.engine.pipeline.build import with_saved_cut
@@ -58,9 +60,12 @@ from trainables.methods.init_stage import longest_init_stage
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.report import Report
+from trainables.models.pixels import train_at
 from trainables.rules import RULES, first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.service.protocol import TeacherConnection
+
+log = logging.getLogger("raydistill")
 
 
 def build(
@@ -75,12 +80,13 @@ def build(
     heartbeat: Heartbeat | None = None,
     interruption_request: InterruptionRequest = lambda: None,
     publish: Publish = lambda paths, step, epoch: None,
+    check: Callable[[], None] = lambda: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
     `connections`: to the actors of `teacher.service`; `disk`: the one that `report` puts its records into, if any;
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
-    `publish`: see `CheckpointWriter`.
+    `publish`, `check`: see `CheckpointWriter`.
 
     Raises:
         DataError: the data cannot be read.
@@ -145,7 +151,7 @@ def build(
             metrics=metrics,
             report=report,
             disk=disk,
-            checkpoints=CheckpointWriter(disk, group.device, publish),
+            checkpoints=CheckpointWriter(disk, group.device, publish, check),
             telemetry=telemetry,
             backbone_evaluation=backbone_evaluation,
             interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
@@ -166,7 +172,13 @@ def build_steps(
 ) -> tuple[TrainState, TrainStep, Logits]:
     """What steps need, and the steps of training and evaluation: of a whole model, or of this rank's pipeline stage of it."""
     group, module, device = layout.replicas, models.module, layout.replicas.device
-    settings = UpdateSettings(state.scaler, group, clipping(config.optim, module.student), compiled=bool(config.train.compile))
+    settings = UpdateSettings(
+        state.scaler,
+        group,
+        clipping(config.optim, module.student),
+        compiled=bool(config.train.compile),
+        averages=config.omitted != "allreduce",
+    )
     if layout.has_stages:
         from trainables.engine.pipeline import step as pipeline  # torch's pipelining takes a second and 150 MB
 
@@ -178,13 +190,13 @@ def build_steps(
             module,
             optimizers,
             settings,
-            measures_noise=config.measures_noise and (group.world_size > 1 or config.optim.accumulate > 1),
+            measures_noise=config.measures_noise and not config.omitted and (group.world_size > 1 or config.optim.accumulate > 1),
             allreduce_wait=metrics.allreduce_wait,
         )
     names = sum_names(module, mixes_unlabeled=config.data.mixes_unlabeled)
     train_state = TrainState(
         distillation_module=module,
-        teacher=models.teacher,
+        teacher=RepeatedTeacher(models.teacher) if config.omitted == "teacher" else models.teacher,
         optimizers=optimizers,
         update=update,
         group=group,
@@ -254,9 +266,16 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     config, train_state, loader, progress, metrics = job.config, job.train_state, job.train_loader, job.progress, job.metrics
     train_state.distillation_module.begin_epoch(progress.epoch)
     train_state.update.begin_epoch()
+    size = config.train_image_size(progress.epoch)
+    train_at(train_state.distillation_module.student, size)
+    if size and job.group.is_main:
+        log.info("%s: epoch %d trains at %d px", config.stage, progress.epoch + 1, size)
     order_epoch = job.epochs.order_offset + progress.epoch
     augmentation_epoch = loader.augmentation_epoch(order_epoch)
-    batches = train_state.teacher.prefetch(loader.epoch(order_epoch, progress.position), augmentation_epoch)
+    epoch = loader.epoch(order_epoch, progress.position)
+    if config.omitted == "loading":
+        epoch = repeat_first(epoch)
+    batches = train_state.teacher.prefetch(epoch, augmentation_epoch)
     metrics.throughput.begin(progress.step)
     metrics.start_step(progress.step)
     stops = False

@@ -42,6 +42,8 @@ class UpdateSettings:
     """Bounds the gradients of each optimizer's losses, see `clipping`."""
     compiled: bool = False
     """Whether forward passes may be compiled."""
+    averages: bool = True
+    """Whether gradients are averaged over ranks; False: a timing run without all-reduces."""
 
 
 class ParameterUpdate(ABC):
@@ -61,7 +63,8 @@ class ParameterUpdate(ABC):
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
         """`module` is what a step's forward calls."""
         self.module = module
-        self._scaler, self._group, self._clip = settings.scaler, settings.group, settings.clip
+        self._scaler, self._clip = settings.scaler, settings.clip
+        self._group = settings.group if settings.averages else Group()
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Forward and backward of a micro-batch run in this context. Gradients are averaged over ranks after the last one."""
@@ -110,11 +113,13 @@ class SharedUpdate(ParameterUpdate):
         super().__init__(module, settings)
         self._optimizer, self.noise, self._allreduce_wait = optimizer, noise, allreduce_wait
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        self._is_last = False
+        self._averages, self._is_last = settings.averages, False
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         self._is_last = last
-        return self._ddp.no_sync() if self._ddp is not None and not last else contextlib.nullcontext()
+        if self._ddp is None or (last and self._averages):
+            return contextlib.nullcontext()
+        return self._ddp.no_sync()
 
     def wait(self, count: GlobalCount) -> None:
         if self._allreduce_wait is None or self._ddp is None or count.is_known:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainables.errors import ExportError, first_line
 from trainables.export.interface import format_of
 from trainables.export.student import Network, Student
+from trainables.metrics.latency import pass_seconds
 from trainables.models.libraries.interface import installed
 from trainables.models.registry import check_forward
 from trainables.notices import notice
 
-WARM_UP, MIN_PASSES, MAX_PASSES, MAX_S = 3, 10, 1000, 2.0
-"""Passes of a measurement: as many as fit into the time, within these bounds."""
+MAX_S = 2.0
 Passes = Callable[[int], Callable[[], Any]]
 """From a batch size to what runs one forward pass."""
 
@@ -117,19 +116,8 @@ def _torch_passes(module: Callable[..., Any], size: int) -> Passes:
 def _rows(runtime: str, passes: Passes, batches: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for number in batches:
-        seconds = _seconds(passes(number))
+        seconds = pass_seconds(passes(number), MAX_S)
         median_s, p95_s = np.percentile(seconds, (50, 95))
         speed = {"median_ms": 1e3 * median_s, "p95_ms": 1e3 * p95_s, "images_per_s": number / median_s}
         rows.append({"runtime": runtime, "batch": number, "num_passes": len(seconds), **speed})
     return rows
-
-
-def _seconds(run: Callable[[], Any]) -> list[float]:
-    for _ in range(WARM_UP):
-        run()
-    seconds, until_s = list[float](), time.perf_counter() + MAX_S
-    while len(seconds) < MIN_PASSES or (time.perf_counter() < until_s and len(seconds) < MAX_PASSES):
-        begin_s = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin_s)
-    return seconds

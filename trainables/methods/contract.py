@@ -18,6 +18,7 @@ from typing import ClassVar, Self
 from torch import Tensor, nn
 
 from trainables.config import MethodOptions
+from trainables.data.order import REPEAT
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
@@ -62,12 +63,17 @@ class MethodBatch:
     them through `trainables.models.pixels.take_pixels`."""
     labels_B: Tensor
     """int64; -1 for an image without a label, which a method with `Requirements.hard_labels` never meets."""
-    indices_B: Tensor
-    """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
+    views_B: Tensor
+    """int64: the index of each image, and which repeat of it this is, see `trainables.data.order.REPEAT`."""
     epoch: float
     """Epochs since the stage began, with the fraction of the current one."""
     gather: Gather
     """What `all_gather` calls."""
+
+    @property
+    def indices_B(self) -> Tensor:
+        """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
+        return self.views_B % REPEAT  # on demand: a launch that few methods need
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, (N, …), for this rank's (B, …). Gradients flow into this rank's rows."""
@@ -159,6 +165,10 @@ class Method(nn.Module):
         A method that requires no teacher gets the student's outputs, detached, as `teacher`.
         """
         raise NotImplementedError
+
+    def task_logits(self, student: ModelOutputs) -> Tensor | None:
+        """The logits (B, K) that learn the labels in training, of a student with several heads; None: its output."""
+        return None
 
     def project_embedding(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
         """The embeddings (B, D) that it compares: the student's, as its head projects them, and the teacher's."""

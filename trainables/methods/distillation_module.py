@@ -81,6 +81,8 @@ class DistillationModule(nn.Module):
                     loss = method.init_loss if self._init_stage else method
                     reference = teacher[key] if teacher and key in teacher else student[key].map(Tensor.detach)
                     terms[key] = loss(student[key], reference, batch)
+                    if self.training and (task_BK := method.task_logits(student[key])) is not None:
+                        logits_BK = task_BK
         aux = tuple((weight, at_least_float32(aux_BK[:num_rows])) for weight, aux_BK in aux)
         return DistillationOutputs(at_least_float32(logits_BK[:num_rows]), aux, terms, {} if self.training else student)
 

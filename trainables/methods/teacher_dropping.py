@@ -34,7 +34,7 @@ class TeacherDropping:
         terms: Mapping[str, Mapping[str, Tensor]],
         weights: Mapping[str, float],
         epoch: int,
-        indices_B: Tensor,
+        views_B: Tensor,
         gather: Gather,
     ) -> dict[str, Tensor]:
         """Method key → the weight of each image's loss (B,), for `terms` (B,) and their `weights`. Every rank calls it."""
@@ -42,7 +42,7 @@ class TeacherDropping:
         losses_EB = [torch.zeros_like(some) for _ in self.shares]
         for key, number in self.teachers.items():
             losses_EB[number] += weights[key] / self.shares[number] * torch.stack(list(terms[key].values())).sum(0)
-        draws_BE = Draws(self.seed, epoch, indices_B).uniforms("teacher_dropping", len(self.shares))
+        draws_BE = Draws(self.seed, epoch, views_B).uniforms("teacher_dropping", len(self.shares))
         is_left_BE = (draws_BE >= self.probability).scatter(1, torch.stack(losses_EB, 1).argmax(1, keepdim=True), True)
         left_NE = gather(is_left_BE * draws_BE.new_tensor(self.shares))
         scale_BE = is_left_BE * (len(left_NE) / left_NE.sum())

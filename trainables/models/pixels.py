@@ -16,6 +16,8 @@ from torch.nn.functional import interpolate
 
 from trainables.models.model_input import ModelInput
 
+_TRAIN_SIZE = "_train_image_size"
+
 
 def take_pixels(model: nn.Module, model_input: ModelInput) -> None:
     """From here on `model` takes pixels of any size, and prepares them itself whenever it is called.
@@ -30,18 +32,23 @@ def take_pixels(model: nn.Module, model_input: ModelInput) -> None:
     model.register_forward_pre_hook(_InputTransform(model_input.image_size, model_input.interpolation))
 
 
+def train_at(model: nn.Module, image_size: int | None) -> None:
+    """In training mode `model`, which takes pixels, resizes them to another size from here on. None: to its own."""
+    setattr(model, _TRAIN_SIZE, image_size)
+
+
 @dataclass(frozen=True)
 class _InputTransform:
-    """A forward pre-hook: from pixels to the model's input, at most two operations."""
+    """A forward pre-hook: from pixels to the model's input, at most two operations. See `train_at`."""
 
     image_size: int
     interpolation: str
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         (pixels_BCHW,) = args
-        if pixels_BCHW.shape[-1] != self.image_size:
-            size = (self.image_size, self.image_size)
-            pixels_BCHW = interpolate(pixels_BCHW, size, mode=self.interpolation, align_corners=False, antialias=True)
+        size = getattr(model, _TRAIN_SIZE, None) if model.training else None
+        if pixels_BCHW.shape[-1] != (size := size or self.image_size):
+            pixels_BCHW = interpolate(pixels_BCHW, (size, size), mode=self.interpolation, align_corners=False, antialias=True)
         scale_C11, shift_C11 = model.get_buffer("_input_scale_C11"), model.get_buffer("_input_shift_C11")
         dtype = pixels_BCHW.dtype
         return (torch.addcmul(shift_C11.to(dtype), pixels_BCHW, scale_C11.to(dtype)),)

@@ -58,13 +58,15 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
             raise ModelError(f"{message}: {instead}") from error
 
 
-def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False) -> None:
+def check_forward(
+    model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False, instead: str | None = None
+) -> None:
     """Refuse a model that does not turn (2, 3, image_size, image_size) into (2, num_classes), or for 0 classes into (2, D), and
     where `training` can not be trained on it either.
 
     Takes a fraction of a second for any model. Parameters, batch statistics and generators stay as they are.
 
-    Raises ModelError: with the nearest usual size that works.
+    Raises ModelError: with what to do `instead`, or the nearest usual size that works.
     """
     named = f"model {name or type(model).__name__}"
     modes = (False, True) if training else (False,)
@@ -77,6 +79,8 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
             problem = f"{named} {does} images of {image_size}×{image_size}"
             if file_of(name):
                 raise ModelError(f"{problem} ({type(error).__name__}: {first_line(error)}): correct its code") from error
+            if instead is not None:
+                raise ModelError(f"{problem} ({first_line(error)}): {instead}") from error
             fits = next((size for size in sizes if size != image_size and _takes(model, size, modes)), None)
             key = "data.image_size" if training else "data.image_size, or the teacher's image_size,"
             instead = f"set {key} to {fits}, or choose another model" if fits else "choose another model"

@@ -94,7 +94,8 @@ def train_stage(
         start_logging(config, group, recorder)
         set_up_torch(config, group)
         reporter = Reporter(config, recorder, group, disk)
-        job, summary = _train(config, group, reporter, disk, heartbeat, stop_early, publisher(config, reporter))
+        check = partial(recorder.check_attempt, Path(config.output_dir))
+        job, summary = _train(config, group, reporter, disk, heartbeat, stop_early, publisher(config, reporter), check)
         dist.barrier()  # the stage is complete once every rank has finished
         return reporter.complete(
             job.config,
@@ -130,6 +131,7 @@ def _train(
     heartbeat: Heartbeat,
     stop_early: Callable[[Sequence[float]], bool] | None,
     publish: Publish,
+    check: Callable[[], None],
 ) -> tuple[Job, dict[str, float]]:
     """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
     began_s = time.time()
@@ -146,6 +148,7 @@ def _train(
             heartbeat=heartbeat,
             interruption_request=interruption_requests(config, group),
             publish=publish,
+            check=check,
         )
         stack.callback(job.close)
         if group.is_main:

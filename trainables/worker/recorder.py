@@ -63,6 +63,10 @@ class RunRecorder:
         """
         _get(self.actor.append.remote(events, self.attempt, texts), None if self.attempt is None else self.no_answer_s)
 
+    def check_attempt(self, folder: Path) -> None:
+        """Raises StaleAttemptError: other workers have begun at the stage since. Raises RecorderLostError: see `record`."""
+        _get(self.actor.check_attempt.remote(self.stage(folder), self.attempt), self.no_answer_s)
+
     def of(self, key: str) -> list[dict[str, Any]]:
         """The events of a stage, or of a trial by its folder (`trials/003`), in order."""
         found: list[dict[str, Any]] = _get(self.actor.of.remote(key))

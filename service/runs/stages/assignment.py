@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from service.cluster.resources import Reservation
 from service.config.rules import needs_teacher
 from trainables.config import TrainConfig
+from trainables.config.job import StepPart
 from trainables.redact import redact
 from trainables.rundir import StageDir
 
@@ -27,14 +28,21 @@ class Assignment:
     limit_s: float | None = None
     """How long it may take on its workers; with `init` both."""
     init: "Assignment | None" = None
-    """The init stage before it, which is carried out first."""
+    """The init stage before it, which is run first."""
     recorder: "RunRecorder | None" = field(default=None, compare=False)
-    """The run's log; None until the stage is to be carried out."""
+    """The run's log; None until the stage is to be run."""
 
     def recorded_by(self, recorder: "RunRecorder", limit_s: float | None = None) -> "Assignment":
-        """It and its init stage, to be carried out now."""
+        """It and its init stage, to be run now."""
         init = None if self.init is None else self.init.recorded_by(recorder, limit_s)
         return replace(self, init=init, recorder=recorder, limit_s=limit_s)
+
+    def without(self, part: StepPart) -> "Assignment":
+        """The stage under a name of its own, without a part of its steps and without its init stage."""
+        name = f"{self.config.stage}-without-{part}"
+        output_dir = str(self.stage_dir.root.with_name(name))
+        config = self.config.model_copy(update={"omitted": part, "stage": name, "output_dir": output_dir})
+        return replace(self, config=config, init=None)
 
     @property
     def log(self) -> "RunRecorder":

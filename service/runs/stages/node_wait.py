@@ -38,6 +38,6 @@ class NodeWait:
             self._since_s = self.clock()
         waited_s = self.clock() - self._since_s
         if waited_s >= limit_s:
-            return f"{problem}, and scale.wait_for_nodes_s is {limit_s:g}: `distill resume` goes on once there are nodes"
+            return f"{problem}, and scale.wait_for_nodes_s is {limit_s:g}: run `distill resume` once there are nodes"
         log(f"{problem}: waiting for nodes, for {limit_s - waited_s:.0f} s more at most")
         return None

@@ -1,10 +1,11 @@
-"""The stages of a run: each is carried out once, shown, and recorded with the times of all sessions that worked on it."""
+"""The stages of a run: each is run once, shown, and recorded with the times of all sessions that worked on it."""
 
 import os
 from dataclasses import asdict
 from pathlib import Path
 
 from service.config.rules import needs_teacher
+from service.runs.attempt import is_lost
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_log import as_json
@@ -12,7 +13,7 @@ from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import accounted_over_sessions
 from service.runs.stored.stored_runs import checkpoint, display_name, put
-from service.runs.trial import is_lost, run_to_end
+from service.runs.trial import run_to_end
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 
@@ -21,7 +22,7 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
     """The path of the weights that the student learns from: the teacher's, or those of the last assistant.
 
     The teacher is trained, or gets its class means, unless it teaches with the weights that the experiment names, then each
-    assistant by the one before it. A stage that is complete is not carried out again. A timing run trains none, see
+    assistant by the one before it. A stage that is complete is not run again. A timing run trains none, see
     `untrained_teacher`. None: there is no teacher, or no method that needs one.
 
     Raises TrainingError: a training failed.
@@ -41,7 +42,7 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
 
 
 def best_checkpoint(session: Session, stage: StageDir) -> Path | None:
-    """That of a stage that was carried out; None: it has none."""
+    """That of a stage that was run; None: it has none."""
     return checkpoint(stage, session.log.of(str(stage.root.relative_to(session.run_dir.root))))
 
 
@@ -101,5 +102,4 @@ def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> 
     best = checkpoint(assignment.stage_dir, assignment.events)
     about = {"model": assignment.config.model, "checkpoint": None if best is None else display_name(best)}
     session.record("stage_ended", assignment.name, outcome=as_json(outcome), **about)
-    session.result = session.result.model_copy(update={"stages": session.fold.stages})
     session.write_snapshot()

@@ -42,7 +42,6 @@ def running_teacher_actors(
         limit_s = plan.experiment.scale.wait_for_nodes_s
         wait_for(lambda: wait_until_started(display, actors, each, limit_s), display)
         yield tuple(actors)
-        _show_counts(display, teacher.model, actors)
     finally:
         _end(actors)
 
@@ -91,19 +90,6 @@ def wait_until_started(display: Display, actors: dict[str, Any], reservation: Re
             raise ClusterError(f"teacher.service: {refusal}")
         if not node_wait.is_waiting:
             display.print("teacher.service: the cluster has no room for its actors yet: still waiting")
-
-
-def _show_counts(display: Display, model: str, actors: dict[str, Any]) -> None:
-    """Show for how many images the teacher ran, where the actors still respond."""
-    import ray
-
-    with contextlib.suppress(ray.exceptions.RayError):  # for information alone
-        counts = ray.get([actor.counts.remote() for actor in actors.values()], timeout=5)
-        computed, returned = (sum(count[name] for count in counts) for name in ("computed", "returned"))
-        display.print(
-            f"teacher.service: since its actors were last started {model} ran for {computed:,} images, "
-            f"and its outputs for {returned:,} were returned"
-        )
 
 
 def _end(actors: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """The servers of a Ray of our own, the thread that uses it, and the exit code of a process whose thread has ended or not."""
 
-import contextlib
 import shutil
 import signal
 import subprocess
@@ -12,26 +11,8 @@ import psutil
 import pytest
 
 from service.cluster import local_ray
-from service.cluster.local_ray import find_servers
+from service.cluster.local_ray import RayLostError
 from tests.waiting import wait_until
-
-
-def test_a_child_that_ends_while_rays_servers_are_looked_up_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter(["sleep", None, "raylet"])
-
-    def name(child: psutil.Process) -> str:
-        if (found := next(names)) is None:
-            raise psutil.NoSuchProcess(child.pid)
-        return found
-
-    with contextlib.ExitStack() as stack:
-        children = [psutil.Process(stack.enter_context(subprocess.Popen(["sleep", "60"])).pid) for _ in range(3)]
-        monkeypatch.setattr(psutil.Process, "children", lambda _: children)
-        monkeypatch.setattr(psutil.Process, "name", name)
-        found = find_servers()
-        for child in children:
-            child.kill()
-    assert found == {"raylet": children[2]}
 
 
 @pytest.mark.parametrize("seconds", [0, 600])
@@ -59,32 +40,19 @@ def test_a_sigterm_while_a_command_leaves_does_not_change_its_code(moment: str) 
     assert (done.returncode, done.stderr) == (2, "")
 
 
-def test_a_process_that_is_inside_ray_when_a_server_ends_is_ended_with_one_line(tmp_path: Path) -> None:
+def test_a_server_that_ends_is_named(tmp_path: Path) -> None:
     (tmp_path / "raylet").symlink_to(shutil.which("sleep") or "")
-    code = (
-        "import subprocess, sys, time\nfrom service.cluster import local_ray\nlocal_ray.GRACE_S = 0.1\n"
-        "local_ray.watch_servers()\nraylet = subprocess.Popen([sys.argv[1], '600'])\n"
-        "while not local_ray._servers: time.sleep(0.01)\n"
-        "raylet.kill()\ntime.sleep(600)"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path / "raylet")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: Ray has ended: its process raylet was killed")
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_ray_that_failed_to_start_is_not_missed_by_the_next_one(tmp_path: Path) -> None:
-    (tmp_path / "raylet").symlink_to(shutil.which("sleep") or "")
-    local_ray.watch_servers()
     with subprocess.Popen([tmp_path / "raylet", "600"]) as raylet:
-        wait_until(lambda: local_ray._servers)
-        local_ray.end_watch()
-        raylet.kill()
-    assert local_ray._dead_server() == "raylet"
-    local_ray.watch_servers()  # of the next one, which is not lost with it
-    assert local_ray._dead_server() is None
-    local_ray.end_watch()
+        wait_until(lambda: psutil.Process(raylet.pid).name() == "raylet")
+        local_ray.watch_servers()
+        try:
+            local_ray.check_ray()
+            raylet.kill()
+            wait_until(local_ray.is_lost)
+            with pytest.raises(RayLostError, match=r"^Ray has ended: its process raylet was killed"):
+                local_ray.check_ray()
+        finally:
+            local_ray._servers.clear()
 
 
 @pytest.mark.parametrize("again", [0, signal.SIGINT, signal.SIGTERM])

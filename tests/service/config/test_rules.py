@@ -20,6 +20,8 @@ MORE = "data.more=[{path: synthetic, share: 0.25}]"
 WEIGHTS = "teacher.weights=teacher.safetensors"
 STAGES = ("scale.num_workers=4", "scale.pipeline_stages=2")
 UNLABELED = ("data.labels=false", WEIGHTS, "distill.method=embed")
+REPEATS = ("data.augment=pad_crop_flip", "data.repeats=3")
+HALVES = ("train.progressive=[{epochs: 0.5, image_size: 4}, {epochs: 0.25, image_size: 6}]",)
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")
 DOT = ("optim.name=dot", "optim.nesterov=false")
 SEVERAL = ("teacher=null", "teachers=[{model: resnet8, weights: x}, {model: resnet20, weights: y}]")
@@ -49,27 +51,46 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("scale.num_workers=3",), "data.global_batch_size 64 is not divisible by scale.num_workers 3: write 63 or 66"),
         (("data.val_resize=7",), "data.val_resize 7 is below data.image_size 8: write at least 8, or leave it out"),
         (("optim.accumulate=65",), "optim.accumulate 65 exceeds the 64 samples of one worker's batch"),
+        (("optim.accumulate=33", "scale.num_workers=2"), "optim.accumulate 33 exceeds the 32 samples of one worker's batch"),
         (
-            ("optim.accumulate=33", "scale.num_workers=2"),
-            "optim.accumulate 33 exceeds the 32 samples of one worker's batch",
+            ("data.device_augment.mixup=0.2", "data.global_batch_size=63"),
+            "data.global_batch_size 63: mixup and cutmix mix pairs, and each worker has an odd number of images: write",
         ),
-        (("data.device_augment.mixup=0.2", "data.global_batch_size=63"), "but each of 1 workers has 63 of"),
-        (("data.device_augment.cutmix=0.2", "data.last_batch=short"), "which a short last batch may part"),
-        (("data.device_augment.mixup=0.2", "teacher.service=1"), "teacher.service: it has the teacher's outputs for each image"),
+        (
+            ("data.device_augment.cutmix=0.2", "data.last_batch=short"),
+            "data.device_augment.mixup or cutmix does not go with data.last_batch short",
+        ),
+        (
+            ("data.device_augment.mixup=0.2", "teacher.service=1"),
+            "data.device_augment.mixup or cutmix does not go with teacher.service",
+        ),
+        (("data.repeats=3",), "data.repeats 3 does not go with images that are all alike: write data.repeats: 1, or"),
+        (
+            (*REPEATS, "teacher.service=1"),
+            "data.repeats 3 does not go with teacher.service, which has one output of each image in",
+        ),
+        ((*REPEATS, "teacher.cache=/tmp/rows"), "data.repeats 3 does not go with teacher.cache, which has one output of each"),
+        ((*REPEATS, "data.shuffle=none"), "would show the same part of the images in each epoch: write data.repeats: 1"),
+        ((*REPEATS, "data.more=[{path: digits, share: 0.5}]"), "data.repeats 3 does not go with data.more: write"),
+        (
+            (*REPEATS, "distill.method=[crd]"),
+            "distill.method: crd remembers each image, which does not go with data.repeats 3",
+        ),
+        (
+            ("train.progressive=[{epochs: 0.5, image_size: 4}, {epochs: 0.7, image_size: 6}]",),
+            "train.progressive: its shares of the epochs add up to 1.2: write at most 1 in all",
+        ),
+        ((*HALVES, "data.image_size=6"), "train.progressive: image_size 6 is not below data.image_size 6, that of the crops"),
+        ((*HALVES, *STAGES), "train.progressive does not go with scale.pipeline_stages 2"),
+        ((*HALVES, "distill.method=[fitnet]"), "distill.method: fitnet reads features of images of one size, which does not go"),
         (("teacher.placement=sharded", "train.compile=true"), "teacher.placement sharded does not go with train.compile"),
         (
             (WEIGHTS, "teacher.logit_scale=10"),
             "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes",
         ),
-        (
-            (WEIGHTS, "teacher.classes=t.npy", "teacher.finetune=true"),
-            "teacher.finetune trains a classifier, and teacher.classes",
-        ),
-        (
-            (WEIGHTS, "teacher.head=class_means", "teacher.finetune=true"),
-            "teacher.head class_means gives the teacher a classifier, and so does teacher.finetune: leave out one of the two",
-        ),
-        ((WEIGHTS, "teacher.precision=bf16", "precision=fp64"), "teacher.precision: precision fp64 is for exact comparisons"),
+        ((WEIGHTS, "teacher.classes=t.npy", "teacher.finetune=true"), "teacher.finetune does not go with teacher.classes"),
+        ((WEIGHTS, "teacher.head=class_means", "teacher.finetune=true"), "teacher.finetune does not go with teacher.head"),
+        ((WEIGHTS, "teacher.precision=bf16", "precision=fp64"), "teacher.precision does not go with precision fp64"),
         (
             ("distill.task_weight=0", *DOT),
             "optim.name: dot has a momentum for the labels, whose loss has no weight here: write sgd",
@@ -80,7 +101,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             (*UNLABELED, "optim.losses={embed: {lr: 1}}"),
             "optim.losses: all losses but the labels' are in it, and the labels' has no weight here: leave one method out of it",
         ),
-        (("optim.clip_grad_norm=1", "optim.clip_grad_agc=0.01"), "optim.clip_grad_agc: gradients are clipped in one way"),
+        (("optim.clip_grad_norm=1", "optim.clip_grad_agc=0.01"), "optim.clip_grad_agc does not go with optim.clip_grad_norm"),
         (("optim.name=lamb", "optim.losses={kd: {lr: 1}}"), "optimizers of single losses are sgd or adamw, and lamb is another"),
         (("optim.schedule=step", "optim.cooldown_epochs=1"), "optim.cooldown_epochs: only the schedules cosine and wsd end so"),
         (("optim.cooldown_epochs=12",), "optim.cooldown_epochs 12 leaves no epoch of optim.epochs 12: write less"),
@@ -88,70 +109,61 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             ("optim.cooldown_epochs=8", "optim.min_lr_factor=0.1", "optim.losses={task: {warmup_epochs: 4}}"),
             "optim.losses.task.warmup_epochs 4 and optim.cooldown_epochs 8 leave no epoch of optim.epochs 12: write less",
         ),
-        (("optim.cooldown_epochs=2",), "optim.cooldown_epochs trains at the lowest rate, and optim.min_lr_factor is 0: write"),
-        ((*DOT, "optim.args={eps: 1}"), "optim.args does not go with optim.name dot, whose settings are momentum and delta"),
+        (("optim.cooldown_epochs=2",), "optim.cooldown_epochs needs optim.min_lr_factor"),
+        ((*DOT, "optim.args={eps: 1}"), "optim.args does not go with optim.name dot"),
         (
             ("train.task_loss=bce", "train.label_smoothing=0.2", "train.bce_threshold=0.9"),
             "train.bce_threshold 0.9 is above each target that train.label_smoothing 0.2 leaves: write a smaller one",
         ),
-        (("train.bce_threshold=0.2",), "train.bce_threshold belongs to train.task_loss bce"),
-        ((*UNLABELED, "train.label_smoothing=0.1"), "train.label_smoothing and train.task_loss: there are no labels"),
-        ((*STAGES, "optim.name=lamb"), "does not go with optim.name lamb: write sgd or adamw"),
-        ((*STAGES, "optim.ema_decay=0.9"), "does not go with optim.ema_decay: leave it out"),
-        (("teacher.head=class_means",), "teacher.head belongs to given weights"),
-        ((*UNLABELED, "teacher.head=class_means"), "teacher.head: class means are of images with labels"),
+        (("train.bce_threshold=0.2",), "train.bce_threshold does not go with train.task_loss cross_entropy"),
+        ((*UNLABELED, "train.label_smoothing=0.1"), "train.label_smoothing does not go with data.labels false"),
+        ((*STAGES, "optim.name=lamb"), "optim.name lamb does not go with scale.pipeline_stages 2"),
+        ((*STAGES, "optim.ema_decay=0.9"), "optim.ema_decay does not go with scale.pipeline_stages 2"),
+        (("teacher.head=class_means",), "teacher.head needs teacher.weights"),
+        ((*UNLABELED, "teacher.head=class_means"), "teacher.head does not go with data.labels false"),
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
         (
             (*UNLABELED, "teacher.placement=sharded", "eval.best=cosine"),
             "eval.best: teacher.placement sharded has no teacher's features in a validation, and cosine compares with them",
         ),
         (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
-        (("teacher.service=1", *GPU), "teacher.service: it is sent images that the host has decoded"),
-        ((*GPU, "scale.use_gpu=false"), "data.decoder gpu works on GPUs only"),
+        (("teacher.service=1", *GPU), "data.decoder gpu does not go with teacher.service"),
+        ((*GPU, "scale.use_gpu=false"), "data.decoder gpu does not go with scale.use_gpu false"),
         (
             ("optim.warmup_epochs=1", "optim.warmup_steps=9"),
             "optim.warmup_steps and optim.warmup_epochs are two lengths of one warm-up: leave one of them out",
         ),
         (("optim.warmup_epochs=12",), "optim.warmup_epochs 12 leaves no epoch of optim.epochs 12: write less"),
         (("optim.nesterov=true", "optim.momentum=0"), "optim.nesterov needs optim.momentum above 0"),
-        (("optim.accumulate=2", "distill.method=[sp]"), "distill.method: sp looks at all samples of a batch, which optim.accum"),
+        (
+            ("optim.accumulate=2", "distill.method=[sp]"),
+            "distill.method: sp looks at all samples of a batch, which does not go with optim.accumulate 2",
+        ),
         (
             ("optim.accumulate=2", "distill.method=[pskd]", "scale.num_workers=2"),
             "distill.method: pskd gathers the outputs of all workers",
         ),
         (
             ("data.device_augment.mixup=0.2", "distill.method=[dkd]"),
-            "distill.method: dkd needs images of one class each",
+            "distill.method: dkd needs the one class of each image, which does not go with data.device_augment.mixup or",
         ),
         (("teacher=null", "distill.method=[dkd]"), "distill.method: dkd needs a teacher: write teacher.model"),
-        (
-            (*STAGES, "data.global_batch_size=63"),
-            "63 is not divisible by 2 replicas of 2 scale.pipeline_stages: write 62 or 64",
-        ),
+        ((*STAGES, "data.global_batch_size=63"), "63 is not divisible by 2 replicas of 2 scale.pipeline_stages: write 62 or 64"),
         (
             (*STAGES, "scale.micro_batches=9", "optim.accumulate=4"),
             "scale.micro_batches 9 × optim.accumulate 4 exceed the 32 samples of one replica's batch",
         ),
-        ((*STAGES, "precision=fp16"), "scale.pipeline_stages 2 does not go with precision fp16"),
-        (
-            (*STAGES, "scale.sync_batch_norm=true"),
-            "does not go with scale.sync_batch_norm: write false, or scale.pipeline_stages 1",
-        ),
-        ((*STAGES, "train.compile=true"), "does not go with train.compile: write false"),
-        ((*STAGES, "optim.name=dot", "optim.nesterov=false"), "does not go with optim.name dot: write sgd"),
-        ((*STAGES, "optim.losses={task: {lr: 0.1}}"), "does not go with optim.losses"),
-        ((*STAGES, "teacher.service=1"), "does not go with teacher.service: leave it out"),
-        ((*STAGES, *GPU), "does not go with data.decoder gpu: write auto"),
+        ((*STAGES, "precision=fp16"), "precision fp16 does not go with scale.pipeline_stages 2"),
+        ((*STAGES, "scale.sync_batch_norm=true"), "scale.sync_batch_norm does not go with scale.pipeline_stages 2"),
+        ((*STAGES, "train.compile=true"), "train.compile does not go with scale.pipeline_stages 2"),
+        ((*STAGES, "optim.name=dot", "optim.nesterov=false"), "optim.name dot does not go with scale.pipeline_stages 2"),
+        ((*STAGES, "optim.losses={task: {lr: 0.1}}"), "optim.losses does not go with scale.pipeline_stages 2"),
+        ((*STAGES, "teacher.service=1"), "teacher.service does not go with scale.pipeline_stages 2"),
+        ((*STAGES, *GPU), "data.decoder gpu does not go with scale.pipeline_stages 2"),
         (("scale.min_workers=2",), "scale.min_workers 2 is more than scale.num_workers 1: write at most 1"),
-        (
-            ("scale.sync_batch_norm=true", "optim.accumulate=2"),
-            "scale.sync_batch_norm looks at all samples of a batch, which opt",
-        ),
-        (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean belongs to given weights: write teacher.weights: FILE"),
-        (
-            ("teacher.cache_epochs=2",),
-            "teacher.cache_epochs is for a teacher whose outputs are cached: write teacher.cache: FOLDER",
-        ),
+        (("scale.sync_batch_norm=true", "optim.accumulate=2"), "scale.sync_batch_norm does not go with optim.accumulate 2"),
+        (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean needs teacher.weights"),
+        (("teacher.cache_epochs=2",), "teacher.cache_epochs needs teacher.cache"),
         (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
         (
             ("teacher=null", "teachers=[{model: mlp_small, weights: x, cache: /c}, {model: mlp_small, weights: x}]"),
@@ -163,14 +175,23 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ),
         (
             ("teacher=null", "teachers=[{model: mlp_small, weights: x}, {model: mlp_small, weights: x, cache_top_k: 2}]"),
-            "teacher.cache_top_k is for a teacher whose outputs are cached",
+            "teacher.cache_top_k needs teacher.cache",
         ),
-        (("teacher.cache=/c", "teacher.service=1"), "teacher.cache stores what teacher.service would compute: leave out one"),
-        (("teacher.cache=/c", "teacher.placement=sharded"), "and teacher.cache is set: leave out one of the two"),
-        (("teacher.cache=/c", "distill.method=[srrl]"), "and srrl needs its network: set teacher.cache to null"),
-        ((*DROPPING, "optim.accumulate=2"), "all samples of a batch, which optim.accumulate 2 splits: set optim.accumulate to 1"),
-        (("teacher.placement=sharded", "distill.method=[srrl]"), "teacher.placement: srrl reads the teacher's parameters"),
-        (("optim.name=dot",), "optim.name dot has two momenta of its own: set optim.nesterov to false"),
+        (
+            ("teacher.cache=/c", "teacher.service=1"),
+            "whose outputs it would store: write teacher.cache: null, or write teacher.service: null",
+        ),
+        (("teacher.cache=/c", "teacher.placement=sharded"), "teacher.cache does not go with teacher.placement sharded"),
+        (
+            ("teacher.cache=/c", "distill.method=[srrl]"),
+            "distill.method: srrl needs the teacher's network with a linear classifier, which does not go with",
+        ),
+        ((*DROPPING, "optim.accumulate=2"), "distill.teacher_dropping does not go with optim.accumulate 2"),
+        (
+            ("teacher.placement=sharded", "distill.method=[srrl]"),
+            "distill.method: srrl reads the teacher's parameters, which does not go with teacher.placement sharded:",
+        ),
+        (("optim.name=dot",), "optim.nesterov does not go with optim.name dot"),
         ((*DOT, "optim.momentum=0.95"), "optim.name dot: momentum 0.95 ± delta 0.075 must lie in 0 … 1: write a smaller delta"),
         (("optim.losses={task: {momentum: 0}}",), "optim.losses.task.nesterov needs optim.losses.task.momentum above 0"),
         (
@@ -187,8 +208,8 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             ("distill.task_weight=0", "distill.options.kd.weight=0"),
             "distill.task_weight: it and the weights of all methods are 0",
         ),
-        (("train.max_steps=9", "train.until_s=1"), "train.max_steps is for timing runs, which are not evaluated"),
-        (("data.decoder=gpu",), "data.decoder gpu decodes what augment crop_flip cuts out, and augment is none"),
+        (("train.max_steps=9", "train.until_s=1"), "train.until_s does not go with train.max_steps"),
+        (("data.decoder=gpu",), "data.decoder gpu does not go with data.augment none"),
         (("distill.options.kd.warmup_by=epoch_from_1",), "distill.options.kd.warmup_by: without warmup_epochs the weight does"),
         (("distill.method=[ab]", "distill.options.ab.decay=linear"), "distill.options.ab.decay: ab works in its init stage only"),
     ],
@@ -206,11 +227,11 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
     [
         (
             (*STAGES, "distill.method=[sp]"),
-            "distill.method: sp looks at all samples of a batch, which scale.micro_batches 8 splits: set scale.micro_batches",
+            "distill.method: sp looks at all samples of a batch, which does not go with scale.micro_batches 8",
         ),
         (
             (*STAGES, "distill.method=[pskd]"),
-            "short batch: set scale.micro_batches to 1, or scale.num_workers to 2",
+            "distill.method: pskd gathers the outputs of all workers, which does not go with scale.micro_batches 8",
         ),
         (
             ("scale.num_workers=3", "scale.pipeline_stages=2"),
@@ -218,11 +239,11 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (*STAGES, "distill.method=[ab]", "scale.micro_batches=1"),
-            "distill.method: ab has an init stage, which scale.pipeline_stages 2 does not go with",
+            "distill.method: ab has an init stage, which does not go with scale.pipeline_stages 2",
         ),
         (
             (*SEVERAL, "distill.method=[simkd]"),
-            "simkd gives the student its teacher's classifier, and there are 2 teachers: leave",
+            "distill.method: simkd gives the student its teacher's classifier, which does not go with several teachers:",
         ),
         (
             (*SEVERAL, "distill.method=[at]", "optim.losses={at: {}}"),
@@ -235,28 +256,22 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         ((*DROPPING, "assistants=[{model: resnet8}]"), "distill.teacher_dropping: the student has one teacher"),
         (("scale.pipeline_stages=2",), "num_workers 1 is not divisible by scale.pipeline_stages 2: write 2"),
-        (
-            ("data.more=[{path: a, share: 0.5}, {path: b, share: 0.5}]",),
-            "data.more: its shares add up to 1, which leaves",
-        ),
+        (("data.more=[{path: a, share: 0.5}, {path: b, share: 0.5}]",), "data.more: its shares add up to 1, which leaves"),
         ((MORE, "data.global_batch_size=1"), "data.global_batch_size: 1 has no image for each of 2 sets: write at least 2"),
         (
             ("data.labels=false", "data.more=[{path: synthetic, share: 0.25, labels: true}]"),
-            "data.more: labels: true in it, and data.labels is false",
+            "data.labels false does not go with a teacher without weights, which is not trained without labels: write",
         ),
-        (
-            (MORE, "teacher=null", "distill.method=none"),
-            "data.more: a model that learns labels alone learns nothing of images",
-        ),
+        ((MORE, "teacher=null", "distill.method=none"), "data.more: a model that learns labels alone learns nothing of images"),
         ((MORE,), "data.more: a model that learns labels alone learns nothing of images"),
-        ((MORE, WEIGHTS, *STAGES), "data.more: scale.pipeline_stages 2 does not go with images without labels among others"),
+        ((MORE, WEIGHTS, *STAGES), "data.more without labels does not go with scale.pipeline_stages 2"),
         (
             (MORE, WEIGHTS, "distill.method=dkd"),
-            "distill.method: dkd needs the label of each image: write labels: true",
+            "distill.method: dkd needs the one class of each image, which does not go with data.more without labels:",
         ),
         (
             (MORE.replace("}", ", labels: true}"), "distill.method=pskd", "teacher=null"),
-            "distill.method: pskd remembers each image, and one of data.more may come twice in a batch",
+            "distill.method: pskd remembers each image, which does not go with data.more",
         ),
         (
             (*UNLABELED, "eval.best=top1_pct"),
@@ -274,19 +289,22 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             ("eval.best=cka",),
             "eval.best: cka is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
         ),
-        (
-            ("sweep={metric: linear_top1_pct, steps: null}",),
-            "sweep.metric linear_top1_pct is measured of a student that learns no",
-        ),
+        (("sweep={metric: linear_top1_pct, steps: null}",), "sweep.metric linear_top1_pct does not go with data.labels true"),
         (
             (*UNLABELED, "eval.path=digits", "sweep={metric: linear_top1_pct, policy: asha, steps: null}"),
             "policy asha stops trials by their accuracy, not by linear_top1_pct",
         ),
-        ((*STAGES, "scale.cut=[layer2, layer3]"), "cut names 2 modules, and 2 pipeline_stages begin with 1 besides the images"),
-        ((WEIGHTS, "teacher.classes=t.npy", "distill.method=[srrl]"), "teacher.classes: srrl reads the teacher's linear"),
+        (
+            (*STAGES, "scale.cut=[layer2, layer3]"),
+            "scale.cut: 2 pipeline_stages begin with 1 modules besides the images: name as many, or leave it out",
+        ),
+        (
+            (WEIGHTS, "teacher.classes=t.npy", "distill.method=[srrl]"),
+            "distill.method: srrl needs the teacher's network with a linear classifier, which does not go with",
+        ),
         (
             (WEIGHTS, "distill.method=embed", "distill.options.embed={balance: true}", "optim.accumulate=2"),
-            "distill.options.embed.balance takes the mean of a whole batch, which optim.accumulate 2 splits: set",
+            "distill.options.embed.balance takes the mean of a whole batch, which does not go with optim.accumulate 2:",
         ),
         (
             (WEIGHTS, "distill.method=embed", "optim.losses={task: {lr: 1}}"),
@@ -306,9 +324,12 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (*UNLABELED, "distill.options.embed={balance: true}", "eval.best=loss"),
-            "eval.best: distill.options.embed.balance divides the loss by its running mean",
+            "distill.options.embed.balance divides the loss by its running mean, which does not go with eval.best loss:",
         ),
-        ((WEIGHTS, "teacher.head=class_means", "distill.method=[srrl]"), "teacher.head: srrl reads the teacher's linear"),
+        (
+            (WEIGHTS, "teacher.head=class_means", "distill.method=[srrl]"),
+            "distill.method: srrl needs the teacher's network with a linear classifier, which does not go with",
+        ),
     ],
 )
 def test_stages_that_workers_or_methods_do_not_fit_are_refused(overrides: tuple[str, ...], message: str) -> None:

@@ -4,9 +4,7 @@ import re
 
 import pytest
 
-from service.config.experiment import load
 from service.config.space import SpaceError, choices, points
-from trainables.errors import ExperimentError
 
 
 def test_randint_draws_both_ends_and_nothing_beyond_them() -> None:
@@ -34,17 +32,3 @@ def test_a_list_that_would_give_equal_trials_and_a_range_without_end_are_refused
             choices("a.b", twice)
     with pytest.raises(SpaceError, match="more than 10000: give it a larger step"):
         choices("a.b", {"range": [0, 1e300, 1e-300]})
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("scale.pipeline_stages=auto", "scale.pipeline_stages: no longer chooses by timing: write a number such as 2"),
-        ("scale.micro_batches=auto", "scale.micro_batches: no longer chooses by timing: write a number, or leave it out"),
-        ("sweep.space={scale.pipeline_stages: auto}", "scale.pipeline_stages: write a list"),
-    ],
-)
-def test_stages_that_were_chosen_by_timing_are_refused_with_what_to_write(override: str, says: str) -> None:
-    with pytest.raises(ExperimentError, match=re.escape(says)) as caught:
-        load("digits", ["scale.num_workers=4", override])
-    assert "\n" not in str(caught.value)

@@ -210,7 +210,9 @@ def test_without_loader_workers_loading_during_the_work_is_the_gain() -> None:
 def test_a_slow_copy_is_its_own_gain_and_decoding_on_the_device_has_its_own_words() -> None:
     slow = run_of(longer(RANK, h2d=99.5))
     assert the("copy-bound", slow).gain_pct == pytest.approx(50, abs=0.2)
-    assert names(replace(slow, decodes_on_device=True)) == ["device decode"]
+    on_device = the("copy-bound", replace(slow, decodes_on_device=True))
+    assert "wait for images that the GPU decodes" in on_device.sentence
+    assert on_device.change.startswith("--set data.decoder=auto")
 
 
 # Cores

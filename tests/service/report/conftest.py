@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.report.run_records import Records, records_of_run
+from service.report.records import Records, records_of_run
 from tests.service.report.runs import SPACE, sweep_dir
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from service.config.experiment import load
+from service.config.experiment import load, read_resolved
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.charts import Figure
-from service.report.run_records import Row
+from service.report.document import drawn
+from service.report.page import write_page
+from service.report.records import Records, Row, read_records
 from service.runs.events import Event, event
 from service.runs.outcome import to_json
 from service.runs.result import RunResult
+from service.runs.run_log import read_log
 from tests.run_log import add, result_of, write_log
 from trainables.rundir import RunDir
 
@@ -239,6 +242,33 @@ def grow(run_dir: RunDir) -> None:
     add(run_dir, line("step", 60, 5.5, BEGAN_MS, {"train/images_per_s": 1.0, "train/loss": 0.1}))
 
 
-def shown(figure: Figure | None) -> Figure:
+def records_with(run_dir: RunDir, result: RunResult | None = None) -> Records:
+    """The records of a run, with another result than its log's."""
+    log = read_log(run_dir)
+    return read_records(run_dir, log, result or log.result, read_resolved(run_dir.experiment, reading=True).experiment)
+
+
+def bare_records(run_dir: RunDir, result: RunResult) -> Records:
+    """The records of a run without an experiment, whose log is as far as it goes."""
+    if not run_dir.events.exists():
+        write_log(run_dir, result)
+    return Records(run_dir, read_log(run_dir), result, {})
+
+
+def page_text(run_dir: RunDir, result: RunResult | None = None) -> str:
+    return write_page(records_with(run_dir, result)).read_text()
+
+
+class Shown:
+    """A figure as the page has it."""
+
+    def __init__(self, figure: Figure) -> None:
+        content = drawn(figure)
+        self.traces: list[dict[str, Any]] = content["traces"]
+        self.layout: dict[str, Any] = content["layout"]
+        self.caption, self.numbers = figure.caption, figure.numbers
+
+
+def shown(figure: Figure | None) -> Shown:
     assert figure is not None
-    return figure
+    return Shown(figure)

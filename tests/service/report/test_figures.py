@@ -1,20 +1,38 @@
 """A sweep's figures as data: which marks, curves and numbers they hold."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from service.config.space import GLOBAL_BATCH, NUM_WORKERS
-from service.report.figures import PHASE_COLORS, efficiency, pareto, pareto_rows, phases, waits
-from service.report.run_records import Records, axes, records_of_run
-from service.report.speed_by_axis import over_axis
-from tests.service.report.runs import shown, sweep_dir
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.report.charts import PHASE_COLORS
+from service.report.figures import BY_SPEED, efficiency, over_axis, pareto, phases, trial_frame, waits
+from service.report.records import Records, Row, axes, records_of_run
+from tests.service.report.runs import Shown, shown, sweep_dir
 from trainables.metrics.phases import ALL_PHASES
 
 
+def trials(records: Records) -> pd.DataFrame:
+    return trial_frame(records.rows, "GPU")
+
+
+def by_speed(records: Records) -> pd.DataFrame:
+    return trials(records).rename(columns={"trial": BY_SPEED})
+
+
+def axis_figure(rows: Sequence[Row], best: Row, key: str) -> Shown:
+    return shown(over_axis(trial_frame(rows, "GPU"), rows, best, key, "GPU"))
+
+
+def marks(figure: Shown) -> list[dict[str, Any]]:
+    return [trace for trace in figure.traces if "markers" in trace.get("mode", "")]
+
+
 def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> None:
-    figure = shown(phases(records.rows, "GPU"))
+    figure = shown(phases(by_speed(records), BY_SPEED))
     ranked = sorted(records.rows, key=lambda row: -row.metrics["images_per_s"])
     assert figure.layout["barmode"] == "stack"
     assert all(trace["x"] == [row.id for row in ranked] for trace in figure.traces)
@@ -29,7 +47,7 @@ def test_each_phase_has_a_color_of_its_own() -> None:
 
 
 def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:
-    figure = shown(waits(records.rows, "GPU"))
+    figure = shown(waits(trials(records)))
     first, m = figure.traces[0], max(records.rows, key=lambda row: row.metrics["images_per_s"]).metrics
     assert first["y"][0] + first["error_y"]["array"][0] == pytest.approx(m["phase/data_max_ms"])
     assert first["y"][0] - first["error_y"]["arrayminus"][0] == pytest.approx(m["phase/data_min_ms"])
@@ -37,7 +55,7 @@ def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:
 
 def test_efficiency_is_speed_a_gpu_compared_with_the_fewest_gpus(records: Records) -> None:
     assert records.best is not None
-    figure = shown(efficiency(records.rows, records.best, "GPU"))
+    figure = shown(efficiency(trials(records), records.best, "GPU"))
     assert [(line["y0"], line["y1"]) for line in figure.layout["shapes"]] == [(100, 100)]
     top = figure.traces[0]
     speeds = {n: max(row.metrics["images_per_s"] for row in records.rows if row.scale.num_workers == n) for n in (1, 2, 4)}
@@ -46,22 +64,21 @@ def test_efficiency_is_speed_a_gpu_compared_with_the_fewest_gpus(records: Record
 
 
 def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: Records) -> None:
-    front = pareto_rows(records.rows)
+    front = [row[0] for row in shown(pareto(trials(records), "GPU")).numbers.rows]
 
-    def beaten(row: Any) -> bool:
+    def beaten(row: Row) -> bool:
         speed, cost = row.metrics["images_per_s"], row.metrics["gpu_s_per_epoch"]
         return any(
             other.metrics["images_per_s"] >= speed and other.metrics["gpu_s_per_epoch"] <= cost and other is not row
             for other in records.rows
         )
 
-    assert [beaten(row) for row in records.rows] == [row not in front for row in records.rows]
-    assert shown(pareto(records.rows, "GPU")).numbers.rows[0][0] == front[0].id
+    assert [beaten(row) for row in records.rows] == [row.id not in front for row in records.rows]
 
 
 def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Records) -> None:
     named = [records.rows[0].id, records.rows[5].id]
-    figure = shown(pareto(records.rows, "GPU", named))
+    figure = shown(pareto(trials(records), "GPU", named))
     assert {row[0] for row in figure.numbers.rows} == set(named)
     drawn = next(trace for trace in figure.traces if trace["name"] == "the search's front")
     assert set(drawn["y"]) == {records.rows[index].metrics["images_per_s"] for index in (0, 5)}
@@ -71,25 +88,76 @@ def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
     records = records_of_run(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64]}).root)
     assert records.best is not None
     assert axes(records.rows) == []
-    assert efficiency(records.rows, records.best, "GPU") is None
-    assert pareto(records.rows, "GPU") is None
-    assert over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU") is None
-    assert phases([], "GPU") is None
-    assert waits([], "GPU") is None
+    assert efficiency(trials(records), records.best, "GPU") is None
+    assert pareto(trials(records), "GPU") is None
+    nothing = trial_frame([], "GPU")
+    assert phases(nothing, BY_SPEED) is None
+    assert waits(nothing) is None
+    assert pareto(nothing, "GPU") is None
 
 
-def test_each_figure_of_trials_says_which_are_not_in_it(tmp_path: Path) -> None:
-    ends = {
-        "000": {"status": "failed", "metrics": {}, "steps_s": []},
-        "001": {"status": "infeasible", "metrics": {}, "steps_s": []},
-    }
-    records = records_of_run(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128]}, ends=ends).root)
-    for name in ("phase/step_ms", "phase/data_max_ms", "epoch_s"):
-        del records.rows[2].metrics[name]
-    assert shown(phases(records.rows, "GPU")).caption.endswith(
-        " Not shown: 1 failed, 1 infeasible, 1 without phase times of 6 trials."
-    )
-    assert shown(waits(records.rows, "GPU")).caption.endswith(" Not shown: 1 failed, 1 infeasible, 1 without waits of 6 trials.")
-    assert shown(pareto(records.rows, "GPU")).caption.endswith(
-        " Not shown: 1 failed, 1 infeasible, 1 without a cost of 6 trials."
-    )
+def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_near_the_winners(records: Records) -> None:
+    best = records.best
+    assert best is not None
+    figure = axis_figure(records.rows, best, GLOBAL_BATCH)
+    faint, *series = marks(figure)
+    assert [one["name"] for one in series] == ["1 GPU", "2 GPUs", "4 GPUs"]
+    assert all(one["x"] == [64, 128, 256, 512] for one in series)
+    assert len(faint["x"]) == 36 - 12
+    assert max(series[2]["y"]) == best.metrics["images_per_s"]
+    assert len({one["marker"]["symbol"] for one in series}) == len({one["marker"]["color"] for one in series}) == 3
+
+
+def test_the_error_bars_are_standard_errors_of_the_speed(records: Records) -> None:
+    best = records.best
+    assert best is not None
+    bars = marks(axis_figure(records.rows, best, NUM_WORKERS))[-1]["error_y"]["array"]
+    row = next(row for row in records.rows if row.scale.num_workers == 4)
+    assert 0 < row.error < 0.05
+    assert all(bar > 0 for bar in bars)
+
+
+def test_an_axis_of_names_is_shown_as_names(tmp_path: Path) -> None:
+    records = records_of_run(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 128], "precision": ["fp32", "bf16"]}).root)
+    assert records.best is not None
+    figure = axis_figure(records.rows, records.best, "precision")
+    assert figure.layout["xaxis"]["type"] == "category"
+    assert set(marks(figure)[-1]["x"]) == {"bf16", "fp32"}
+
+
+def test_many_values_of_the_second_axis_are_those_around_the_winner(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240]}
+    records = records_of_run(sweep_dir(tmp_path / "s", space).root)
+    assert records.best is not None
+    figure = axis_figure(records.rows, records.best, GLOBAL_BATCH)
+    named = [trace["name"] for trace in marks(figure) if trace["name"] != "other trials"]
+    assert len(named) == 6
+    assert f"{records.best.scale.num_workers} GPUs" in named
+
+
+def test_a_value_of_the_second_axis_has_one_color_in_all_figures_and_no_other_value_has_it(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240], LOADER_WORKERS: [1, 2, 3]}
+    # Of the best batch and the best loader workers only some numbers of GPUs have run.
+    records = records_of_run(sweep_dir(tmp_path / "s", space).root)
+    best = records.best
+    assert best is not None
+    count = best.scale.num_workers
+    loaders = best.scale.loader_workers
+    rows = [row for row in records.rows if row.scale.loader_workers != loaders or row.scale.num_workers in (1, 7, count)]
+    colors: dict[str, set[str]] = {}
+    for key in (GLOBAL_BATCH, LOADER_WORKERS):
+        drawn = {trace["name"]: trace["marker"]["color"] for trace in marks(axis_figure(rows, best, key))}
+        assert len(set(drawn.values())) == len(drawn)
+        for name, color in drawn.items():
+            colors.setdefault(name, set()).add(color)
+    assert all(len(found) == 1 for found in colors.values())
+
+
+def test_every_trial_with_a_speed_is_a_mark_and_no_other(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240]}
+    ends = {"000": {"status": "oom", "metrics": {}, "steps_s": []}, "001": {"status": "untested", "metrics": {}, "steps_s": []}}
+    records = records_of_run(sweep_dir(tmp_path / "s", space, ends=ends).root)
+    assert records.best is not None
+    figure = axis_figure(records.rows, records.best, GLOBAL_BATCH)
+    assert sum(len(trace["x"]) for trace in marks(figure)) == 22
+    assert len(figure.numbers.rows) == 22

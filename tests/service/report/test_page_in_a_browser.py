@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.report.page import write_page
-from service.runs.run_directory import reopen
+from service.report.records import records_of_run
 from tests.service.report.runs import sweep_dir
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -25,8 +25,7 @@ def browse(page: Path, *options: str) -> str:
 
 
 def test_all_figures_are_drawn_once_the_page_is_loaded_and_fit_the_paper(tmp_path: Path) -> None:
-    _, run_dir, result = reopen(sweep_dir(tmp_path / "s", {"data.global_batch_size": [64, 128]}).root)
-    page = write_page(run_dir, result)
+    page = write_page(records_of_run(sweep_dir(tmp_path / "s", {"data.global_batch_size": [64, 128]}).root))
     document = browse(page, "--window-size=1400,900", "--dump-dom")
     assert document.count('class="plot js-plotly-plot"') == document.count("<figure>") > 0
     browse(page, f"--print-to-pdf={tmp_path}/page.pdf", "--no-pdf-header-footer", "--blink-settings=preferredColorScheme=0")

@@ -9,8 +9,8 @@ from scipy import stats
 
 from service.report.seeds import groups, seed_table, seeds_figure, seeds_sentence
 from service.runs.result import RunResult
-from tests.service.report.runs import typed, typed_row
-from tests.service.report.test_terminal_tables import SCALE
+from tests.service.report.runs import shown, typed, typed_row
+from tests.service.report.test_terminal import SCALE
 
 ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6, 51.9, 49.4]
 
@@ -90,9 +90,7 @@ def test_what_asha_left_over_is_not_compared() -> None:
 
 
 def test_the_figure_has_a_mark_with_an_interval_for_each_point_but_the_first() -> None:
-    drawn = seeds_figure(sweep())
-    assert drawn is not None
-    (marks,) = drawn.traces
+    (marks,) = shown(seeds_figure(sweep())).traces
     assert marks["x"] == ["kd", "sp"]
     assert marks["y"] == pytest.approx(
         [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from service.report.run_records import rows_of
+from service.report.records import rows_of
 from service.report.table import Table
 from service.report.tables import sweep_table
 from service.runs.run_directory import reopen

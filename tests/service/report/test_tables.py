@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
-from service.report.page import write_page
-from service.report.run_records import rows_of
-from service.report.winner import lines
+from service.report.records import rows_of
+from service.report.winner import notes
 from service.runs.run_directory import reopen
 from tests.service.report.parsed import Parsed
-from tests.service.report.runs import SPACE, sweep_dir, typed, written
+from tests.service.report.runs import SPACE, page_text, sweep_dir, typed, written
 from trainables.rundir import RunDir
 
 OOM = {"status": "oom", "metrics": {}, "reason": "rank 0: CUDA out of memory", "steps_s": []}
@@ -24,7 +23,7 @@ BIG = {NUM_WORKERS: [1, 2, 4, 8, 16], GLOBAL_BATCH: [64, 128, 256, 512, 1024, 20
 
 
 def page(run_dir: RunDir, **changed: Any) -> Parsed:
-    return Parsed(write_page(run_dir, typed({**written(run_dir), **changed})).read_text())
+    return Parsed(page_text(run_dir, typed({**written(run_dir), **changed})))
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def test_the_top_of_the_page_counts_the_trials_without_a_result(mixed: RunDir) -
     words = "16 of 36 trials have no result: 1 failed, 3 oom (out of memory), 12 infeasible (cannot run on this cluster)."
     assert words in text
     assert text.index(words) < text.index("Train at that point")
-    assert words in lines(reopen(mixed.root)[2], rows_of(reopen(mixed.root)[2]))
+    assert words in notes(reopen(mixed.root)[2], rows_of(reopen(mixed.root)[2]))
 
 
 def test_the_top_of_a_page_without_a_winner_counts_them_too(tmp_path: Path) -> None:

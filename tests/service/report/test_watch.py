@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.report.watch import progress, rows_on_screen
+from service.report.terminal import progress, rows_on_screen
 from service.runs.events import EventTail
 from service.runs.run_directory import abandoned
 from tests.run_log import add

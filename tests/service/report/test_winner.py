@@ -8,10 +8,11 @@ import pytest
 from service.config import strict_yaml
 from service.config.experiment import load
 from service.config.strict_yaml import parse
-from service.report.run_records import Row
-from service.report.winner import bound, command, describe_lead, lines, memory_to_spare, why, written
+from service.report.records import Row
+from service.report.winner import bound, command, describe_lead, memory_to_spare, notes, why, written
 from service.runs.result import TrialRow
 from service.runs.run_directory import reopen
+from service.runs.run_log import read_log
 from service.runs.stored.stored_runs import run_folder
 from tests.run_log import add, numbers, result_of
 from tests.service.report.runs import sweep_dir, typed, typed_row
@@ -116,7 +117,7 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 2, 128, 15.0)]
     for one, cost in zip(rows, (1000.0, 1333.4), strict=True):
         one.metrics["gpu_s_per_epoch"] = cost
-    sentences = lines(
+    sentences = notes(
         typed(
             {
                 "trials": rows,
@@ -128,7 +129,6 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
         ),
         rows,
     )
-    assert sentences[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
     front = sentences.index("the front of speed and cost:")
     assert sentences[front + 1 : front + 3] == [
         "  0: 1 worker × batch 128 × 2 loader workers: 10.0 images/s for 1,000 worker-s/epoch",
@@ -147,7 +147,7 @@ def test_the_command_trains_at_the_winners_point(tmp_path: Path) -> None:
     }
     run_dir = sweep_dir(tmp_path / "a run", {**space, L: [1]})
     best = best_row(run_dir)
-    words = shlex.split(command(run_dir.root, best))
+    words = shlex.split(command(run_dir, read_log(run_dir), best))
     assert words[:3] == ["distill", "train", str(run_dir.experiment)]
     assert words[3::2] == ["--set"] * len(words[4::2])
     experiment = load(words[2], words[4::2]).experiment
@@ -162,7 +162,7 @@ def test_the_command_takes_the_loader_workers_that_auto_came_to_and_the_sweeps_o
     teacher = run_dir.stage("teacher").best
     teacher.parent.mkdir(parents=True)
     teacher.write_bytes(b"")
-    words = shlex.split(command(run_dir.root, best_row(run_dir)))
+    words = shlex.split(command(run_dir, read_log(run_dir), best_row(run_dir)))
     assert f"{L}=2" in words
     assert f"teacher.weights={teacher}" in words
 
@@ -176,7 +176,7 @@ def test_the_command_takes_the_last_assistant_that_a_sweep_has_trained(tmp_path:
         best = run_dir.stage(name).best
         best.parent.mkdir(parents=True)
         best.write_bytes(b"")
-    words = shlex.split(command(run_dir.root, best_row(run_dir)))
+    words = shlex.split(command(run_dir, read_log(run_dir), best_row(run_dir)))
     experiment = load(words[2], words[4::2]).experiment
     assert experiment.teacher is not None
     assert (experiment.teacher.model, experiment.teacher.weights) == ("resnet8", str(run_dir.stage("assistant2").best))
@@ -192,9 +192,9 @@ def test_the_command_of_a_run_in_an_object_store_names_what_is_there_and_no_copy
     run_dir = sweep_dir(run_folder(uri), {B: [64]})
     best = result_of(run_dir).best
     assert best is not None
-    assert command(run_dir.root, best).startswith(f"distill train {uri}/experiment.yaml --set ")
+    assert command(run_dir, read_log(run_dir), best).startswith(f"distill train {uri}/experiment.yaml --set ")
     add(run_dir, numbers("summary", "teacher", 1))  # its checkpoint is not brought to this machine
-    words, _, comment = command(run_dir.root, best).partition("  # ")
+    words, _, comment = command(run_dir, read_log(run_dir), best).partition("  # ")
     assert "--set teacher.weights=teacher.safetensors" in words
     assert comment == f"teacher.safetensors: copy it from {uri}/teacher/checkpoints/best.safetensors"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.reproduce.run_table import Reproduction, TeacherAccuracy, cells, check_same, prepare, teachers_of
+from service.reproduce.run_table import Reproduction, TeacherAccuracy, cells, check_begun, prepare, teachers_of
 from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
 from service.runs.run_directory import begin_run
@@ -13,7 +13,7 @@ from tests.run_log import change, write_log
 from tests.service.commands import run
 from tests.service.report.runs import typed, typed_row
 from tests.service.reproduce.test_table import SMALL
-from trainables.errors import ExperimentError
+from trainables.errors import DataError, ExperimentError
 
 
 def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_reproduction_does_not_go_on_with_other_data_than_it_was_begun_with(tm
     assert prepare(job) == data
     fewer = data.train.model_copy(update={"num_images": 1000})
     change(run_dir, data=data.model_copy(update={"train": fewer}).model_dump(mode="json"))
-    with pytest.raises(ExperimentError, match=f"^{run_dir.root} holds runs on other data: restore it"):
+    with pytest.raises(DataError, match=f"^{run_dir.root} was trained on other data: .* restore the data"):
         prepare(job)
 
 
@@ -106,6 +106,6 @@ def test_a_folder_of_other_runs_is_refused_before_its_numbers_stand_for_these(
         run_dir = whole.run_dir(part)
         run_dir.root.mkdir(parents=True)
         begin_run(part.resolved, "sweep", run_dir, tmp_path)
-    check_same(whole)
-    with pytest.raises(ExperimentError, match=r"out/students holds other runs than these: give the command as it was, or"):
-        check_same(job(seeds, overrides))
+    check_begun(whole)
+    with pytest.raises(ExperimentError, match=r"out/students has a run with another .*, or choose another --out"):
+        check_begun(job(seeds, overrides))

@@ -135,19 +135,19 @@ def test_listed_points_are_a_sweeps_trials_and_a_space_in_addition_is_refused() 
         (
             "{method: kd}",
             "{method: kd, options: {kd: {weigth: 0.9}}}",
-            "columns.kd.settings of the table: distill.options.kd.weigth: no such key; did you mean weight?",
+            "pairs.large-small.kd of the table: distill.options.kd.weigth: no such key; did you mean weight?",
         ),
         (
             "top1_pct: {kd: 98}",
             "top1_pct: {kd: 98}, settings: {kd: {distill: {options: {kd: {weight: much}}}}}",
-            'pairs.large-small.settings.kd of the table: distill.options.kd.weight: must be a number, not "much"',
+            'pairs.large-small.kd of the table: distill.options.kd.weight: must be a number, not "much"',
         ),
         (
             "{top1_pct: 97}",
             "{top1_pct: 97, settings: {optim: {lrr: 0.1}}}",
-            "students.models.convnet_small.settings of the table: optim.lrr: no such key; did you mean optim.lr?",
+            "pairs.large-small.student of the table: optim.lrr: no such key; did you mean optim.lr?",
         ),
-        ("{method: kd}", "{method: kdd}", "columns.kd.settings of the table: distill.method: there is no method 'kdd'"),
+        ("{method: kd}", "{method: kdd}", "pairs.large-small.kd of the table: distill.method: there is no method 'kdd'"),
     ],
 )
 def test_a_cells_wrong_setting_is_one_line_before_a_plan_is_printed(

@@ -8,7 +8,7 @@ from service.reproduce.verdict import MeanAccuracy, compare_accuracy, tolerance
 
 
 def verdict_of(last: list[float], best: list[float], **changed: object) -> str:
-    settings = {"epoch": "last", "num_published": 5, "least_tolerance": 0.5, "num_seeds": len(last), "comparable": True}
+    settings = {"epoch": "last", "num_published": 5, "min_tolerance": 0.5, "num_seeds": len(last), "comparable": True}
     return compare_accuracy(70.0, last, best, **{**settings, **changed}).outcome  # type: ignore[arg-type]
 
 
@@ -41,9 +41,7 @@ def test_a_mean_within_the_tolerance_passes_and_one_beyond_it_fails_on_both_side
 
 
 def test_the_epoch_that_was_published_is_the_one_compared() -> None:
-    found = compare_accuracy(
-        70.0, [69.0], [70.1], epoch="best", num_published=5, least_tolerance=0.5, num_seeds=1, comparable=True
-    )
+    found = compare_accuracy(70.0, [69.0], [70.1], epoch="best", num_published=5, min_tolerance=0.5, num_seeds=1, comparable=True)
     assert found.outcome == "pass"
     assert found.difference == pytest.approx(0.1)
     assert found.last == MeanAccuracy(69.0, None, 1)

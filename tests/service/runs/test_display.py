@@ -115,13 +115,11 @@ def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: 
 
 
 def test_a_ray_of_our_own_that_is_killed_is_noticed_at_once_whatever_the_work_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    release, noticed = threading.Event(), threading.Event()
+    release = threading.Event()
     with subprocess.Popen(["sleep", "600"]) as raylet:
         monkeypatch.setattr(local_ray, "_servers", {"raylet": psutil.Process(raylet.pid)})
-        monkeypatch.setattr(local_ray, "_noticed", noticed)
         threading.Timer(0.5, raylet.kill).start()
         with pytest.raises(RayLostError, match="its process raylet was killed"):
             wait_for(release.wait, Display(Console(file=io.StringIO())))
         assert local_ray.in_use()  # it is not shut down, which would wait for it
-    assert noticed.is_set()  # and whoever watches its servers leaves the end of the process to this one
     release.set()

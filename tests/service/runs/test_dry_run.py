@@ -83,7 +83,7 @@ def test_unit_wise_clipping_without_timm_is_refused_before_anything_is_trained(m
 
 @pytest.mark.parametrize("key", ["teacher.service=1", "teacher.cache=kept"])
 def test_a_teacher_that_answers_with_logits_has_no_classifier_to_give(key: str) -> None:
-    with pytest.raises(ExperimentError, match=r"teacher\.\w+: it answers with outputs, and resnet8\+resnet14 takes in"):
+    with pytest.raises(ExperimentError, match=r"teacher\.\w+ does not go with student.model resnet8\+resnet14"):
         small("student.model=resnet8+resnet14", key)
 
 

@@ -58,7 +58,7 @@ def test_weights_without_a_header_are_evaluated_as_the_model_that_is_named(tmp_p
         config = resolve(str(path), "digits", sets, "mlp_small", "student")
     assert (config.model, config.weights_key, config.data.image_size) == ("mlp_small", "student", 12)
     assert lines[0].startswith(
-        "images prepared by --set and the defaults, as the weights have no record: data.image_size 12, mean [0.5, 0.5"
+        "images prepared by --set and the defaults, as the weights have no record: data.image_size 12, data.mean [0.5"
     )
     data = config.data.model_copy(update={"loader_workers": 0})
     assert evaluate_checkpoint(config.model_copy(update={"data": data}), Group())["num_images"] == 355

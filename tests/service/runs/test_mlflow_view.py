@@ -11,8 +11,8 @@ from tests.service.tracking.store import Run, epoch, row
 from trainables.rundir import RunDir
 
 
-def view_of(run: Run, since: int = 0) -> dict[str, RunView]:
-    view = MlflowView(run.run_dir, since)
+def view_of(run: Run) -> dict[str, RunView]:
+    view = MlflowView(run.run_dir)
     while view.read():
         pass
     return view.runs
@@ -121,14 +121,3 @@ def test_trials_end_with_the_sweep_those_that_cannot_run_are_shown_and_what_was_
     assert runs["trial/000"].tags["measurements"] == "2"
     assert [value for name, value in metrics(runs["trial/000"]) if name == "steps"] == [3.0, 6.0]
     assert runs["trial/000"].params() == {"data.loader_workers": "2"}
-
-
-def test_what_mlflow_has_is_not_in_the_view_of_a_log_that_goes_on(tmp_path: Path) -> None:
-    run = Run(RunDir(tmp_path / "run"), "sqlite:////a.db")
-    run.add_epochs(range(5))
-    since = run.run_dir.events.stat().st_size
-    run.add_epochs(range(5, 7))
-    view = view_of(run, since)["train"]
-    assert [item.value[3] for item in view.items] == [5, 5, 6, 6]
-    assert view.sent == since
-    assert view.changed == run.run_dir.events.stat().st_size

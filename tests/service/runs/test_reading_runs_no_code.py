@@ -127,7 +127,7 @@ def begun(tmp_path: Path, method: Path) -> Iterator[RunDir]:
 def test_a_run_keeps_its_methods_source_and_hash(begun: RunDir, method: Path) -> None:
     index = json.loads(begun.methods_index.read_text())
     sha256 = hashlib.sha256(method.read_bytes()).hexdigest()
-    assert index == {"version": 1, "copies": {str(method): {"file": f"own-{sha256[:12]}.py", "sha256": sha256}}}
+    assert index == {str(method): f"own-{sha256[:12]}.py"}
     assert (begun.methods / f"own-{sha256[:12]}.py").read_bytes() == method.read_bytes()
 
 
@@ -138,9 +138,7 @@ def test_workers_and_a_resumed_run_load_the_copy(begun: RunDir, method: Path, ma
     reopen(begun.root, to_continue=True)
     marker.unlink()
     assert load_method(f"{method}:Own").terms == ("none",)
-    assert list(changed_methods(begun)) == [
-        f"{method} has changed since the run began (1 lines added, 20 removed): the run goes on with its copy {copy}"
-    ]
+    assert list(changed_methods(begun)) == [f"{method} has changed since the run began: the run continues with its copy {copy}"]
     method.unlink()
     assert reopen(begun.root, to_continue=True)[0].experiment.distill.method == (f"{method}:Own",)
     assert list(changed_methods(begun)) == [f"{method} no longer exists: the run continues with its copy {copy}"]
@@ -174,20 +172,12 @@ def test_a_copy_that_was_changed_is_refused(begun: RunDir) -> None:
     assert reopen(begun.root)[1] == begun
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("no json", "cannot be read: Expecting value"),
-        ('{"version": 1, "copies": 3}', "copies: must be a section of keys, not 3"),
-        ('{"version": 2, "copies": {}}', "is of version 2, and this is 1: resume with the version that wrote it"),
-    ],
-)
-def test_a_damaged_index_is_one_line(begun: RunDir, text: str, words: str) -> None:
+@pytest.mark.parametrize("text", ["no json", "[]", '{"own.py": 3}'])
+def test_a_damaged_index_is_one_line(begun: RunDir, text: str) -> None:
     begun.methods_index.write_text(text)
     with pytest.raises(ExperimentError) as refused:
         reopen(begun.root, to_continue=True)
-    assert str(refused.value).startswith(str(begun.methods_index))
-    assert words in str(refused.value)
+    assert str(refused.value).startswith(f"{begun.methods_index} cannot be read (")
     assert "\n" not in str(refused.value)
 
 

@@ -22,6 +22,13 @@ def test_a_readme_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
         fill_cache(load("digits", [f"teacher.cache={tmp_path}"]), tmp_path / "runs", tmp_path)
 
 
+@pytest.mark.parametrize("policy", ["augmix", "three_augment"])
+def test_a_policy_that_the_format_has_no_columns_for_is_refused(tmp_path: Path, policy: str) -> None:
+    settings = [f"teacher.cache={tmp_path}", f"data.device_augment.policy={{name: {policy}}}"]
+    with pytest.raises(ExperimentError, match=rf"policy {policy}: --publish has no columns for it: write randaugment, .*"):
+        fill_cache(load("digits", settings), tmp_path / "runs", tmp_path)
+
+
 def test_several_teachers_name_the_folder_that_is_published(tmp_path: Path) -> None:
     experiment = tmp_path / "several.yaml"
     experiment.write_text(f"base: digits\nteacher: null\n{TEACHERS.replace('=', ': ', 1)}\n")

@@ -13,12 +13,14 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.cluster.resources import Cluster, Node
+from service.runs.attempt import begin_stage, finished
 from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.stages import node_wait
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.node_wait import NodeWait
-from service.runs.trial import begin_stage, cause_of, finished, has_begun, refused_with, run_to_end
+from service.runs.trial import cause_of, refused_with, run_to_end
+from service.sweeps.trial_functions import has_begun
 from tests.run_log import LocalRecorder, events_of, numbers
 from trainables.config import TrainConfig
 from trainables.errors import CheckpointError, DeviceError, DistillError
@@ -247,11 +249,11 @@ def test_a_stage_is_finished_by_its_summary_while_its_best_checkpoint_is_there(t
     assignment.log.record([event("checkpoint", ".", step=3, names=["best.safetensors"])])
     assignment.log.record([numbers("summary", ".", 3, steps=3.0) | about])
     assert finished(assignment) is None
-    expected = Outcome(status="ok", metrics={"steps": 3.0}, restarts=1, **about)
-    assert finished(assignment, 1, has_just_run=True) == expected
+    expected = Outcome(status="ok", metrics={"steps": 3.0}, **about)
+    assert finished(assignment, has_just_run=True) == expected
     StageDir(tmp_path).best.parent.mkdir()
     StageDir(tmp_path).best.touch()
-    assert finished(assignment, 1) == expected
+    assert finished(assignment) == expected
 
 
 def test_a_trial_whose_last_checkpoint_was_removed_begins_its_stage_from_nothing(tmp_path: Path) -> None:

@@ -183,7 +183,8 @@ def test_a_group_that_dies_before_it_begins_ends_no_earlier_measurement(tmp_path
     recorder.record([event("trial_ended", trial=trial, outcome={"status": "ok"})])
     coordinator.finish("a", Outcome(status="failed", reason="its reason"))
     folder = RunDir(tmp_path).trial(trial).root
-    assert [len(events_of(folder / name, "stage_ended")) for name in ("student", "student-2")] == [0, 1]
+    assert [len(events_of(folder / name, "stage_begun")) for name in ("student", "student-2")] == [0, 1]
+    assert [each.status for each in outcome_of(tmp_path, trial).measurements] == ["ok", "failed"]
 
 
 def test_two_groups_at_a_time_never_measure_the_same_point(tmp_path: Path) -> None:

@@ -47,5 +47,7 @@ def test_a_sweep_over_data_sets_accepts_no_other_data() -> None:
     experiment = load("digits", ["sweep.space={data.path: [digits, synthetic]}"]).experiment
     begun = RunResult(kind="sweep", name="digits", status="interrupted", runs_root="runs")
     check_data_of_run("run", experiment, begun, None, accept_new=False)
-    with pytest.raises(ExperimentError, match=r"^--accept-new-data: a sweep over data\.path goes on with the data of each trial"):
+    with pytest.raises(
+        ExperimentError, match=r"^--accept-new-data: a sweep over data\.path continues with the data of each trial"
+    ):
         check_data_of_run("run", experiment, begun, None, accept_new=True)

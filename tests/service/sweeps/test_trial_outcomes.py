@@ -1,7 +1,6 @@
 """What is recorded of a trial that leaves no outcome of its own, as Ray Tune ends it."""
 
-import errno
-import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,9 +108,7 @@ def test_a_trial_that_tune_ended_with_an_error_has_failed_and_why(
 ) -> None:
     monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 0.0)
     run_dir, trial = RunDir(tmp_path), trial_in(tmp_path, error)
-    callback = outcomes_of(run_dir)
-    callback.on_trial_error(1, [trial], trial)
-    callback.on_step_end(1, [trial])
+    outcomes_of(run_dir).on_trial_error(1, [trial], trial)
     outcome = outcome_in(run_dir)
     assert outcome is not None
     assert outcome.status == "failed"
@@ -130,56 +127,9 @@ def test_a_trial_whose_process_the_end_of_the_session_killed_is_left_to_the_next
 ) -> None:
     monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 60.0)
     run_dir, trial, session_ending = RunDir(tmp_path), trial_in(tmp_path, DIED), SessionEnding()
-    callback = outcomes_of(run_dir, session_ending=session_ending)
-    callback.on_trial_error(1, [trial], trial)  # does not wait: Tune's loop goes on
-    callback.on_step_end(1, [trial])
-    session_ending.set()  # the main thread notices a moment later than Tune's
-    callback.on_experiment_end([trial])
+    threading.Timer(0.1, session_ending.set).start()  # the main thread notices a moment later than Tune's
+    outcomes_of(run_dir, session_ending=session_ending).on_trial_error(1, [trial], trial)
     assert outcome_in(run_dir) is None
-
-
-def test_a_death_that_is_due_as_the_session_ends_is_left_to_the_next_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 0.0)
-    run_dir, trial, session_ending = RunDir(tmp_path), trial_in(tmp_path, DIED), SessionEnding()
-    callback = outcomes_of(run_dir, session_ending=session_ending)
-    callback.on_trial_error(1, [trial], trial)
-    session_ending.set()
-    callback.on_step_end(1, [trial])
-    callback.on_experiment_end([trial])
-    assert outcome_in(run_dir) is None
-
-
-def test_an_outcome_that_cannot_be_recorded_is_tried_again_and_replaces_no_error_of_tunes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 0.0)
-    run_dir, trial = RunDir(tmp_path), trial_in(tmp_path, DIED)
-    callback = outcomes_of(run_dir)
-    callback.on_trial_error(1, [trial], trial)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            callback.on_step_end(1, [trial])
-        callback.on_experiment_end([trial])
-    assert "cannot be recorded" in caplog.text
-    callback.on_step_end(2, [trial])
-    assert status_in(run_dir) == "failed"
-
-
-def test_a_death_just_before_tune_ends_is_recorded_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 0.05)
-    run_dir, trial = RunDir(tmp_path), trial_in(tmp_path, DIED)
-    callback = outcomes_of(run_dir)
-    callback.on_trial_error(1, [trial], trial)
-    assert outcome_in(run_dir) is None
-    callback.on_experiment_end([trial])
-    assert status_in(run_dir) == "failed"
 
 
 def test_the_reason_of_a_trial_in_the_store_names_the_file_by_its_uri(
@@ -214,9 +164,7 @@ def test_a_group_of_workers_that_the_end_of_the_session_killed_has_not_failed(
     monkeypatch.setattr(callback, "record", lambda _, outcome: recorded.append(outcome))
     session_ending.set()
     callback.on_trial_error(1, [trial], trial)
-    callback.on_step_end(1, [trial])
-    callback.on_experiment_end([trial])
     assert recorded == []
     session_ending.clear()
-    callback.on_step_end(2, [trial])
+    callback.on_trial_error(1, [trial], trial)
     assert [outcome.status for outcome in recorded] == ["failed"]

@@ -2,7 +2,7 @@
 
 from service.config.experiment import load
 from service.runs.outcome import Outcome
-from service.runs.trial import judged
+from service.sweeps.trial_functions import judged
 from service.sweeps.trials import plan_trials, rows_of, training_of
 
 

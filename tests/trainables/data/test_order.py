@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trainables.data.order import MixedOrder, Order, permuted, rank_part, sample_at
+from trainables.data.order import REPEAT, MixedOrder, Order, permuted, rank_part, sample_at
 
 Ints = NDArray[np.int64]
 
@@ -232,3 +232,24 @@ def test_which_set_a_slot_of_a_batch_is_of_is_drawn_anew_so_that_neighbors_are_a
     pairs = mixed.at(0, np.arange(1200)).reshape(-1, 2) // 600
     counts = np.bincount(2 * pairs[:, 0] + pairs[:, 1], minlength=4)
     assert abs(counts / 600 - [3 / 14, 4 / 14, 4 / 14, 3 / 14]).max() < 0.06
+
+
+@pytest.mark.parametrize("batch", [6, 8])
+def test_repeats_show_the_first_images_of_the_order_several_times_and_an_epoch_is_as_long(batch: int) -> None:
+    order = Order("train", "full", seed=5, num_samples=48, repeats=3)
+    plain = Order("train", "full", seed=5, num_samples=48).at(2, np.arange(48))
+    views = np.concatenate([order.views(2, begin, begin + batch, 0, 1) for begin in range(0, 48, batch)])
+    assert sorted(views.tolist()) == sorted((plain[:16, None] + REPEAT * np.arange(3)).ravel().tolist())
+    assert order.num_shown == 16
+    for step, images in enumerate(views.reshape(-1, batch) % REPEAT):
+        assert {*images.tolist()} == {*plain[step * batch // 3 : -(-(step + 1) * batch // 3)].tolist()}
+        assert (images[::2] != images[1::2]).all()  # neighbors, which MixUp mixes
+        parts = [order.views(2, step * batch, (step + 1) * batch, rank, 4) for rank in range(4)]
+        assert np.concatenate(parts).tolist() == views[step * batch : (step + 1) * batch].tolist()
+        assert all(len({*(part % REPEAT).tolist()}) == len(part) for part in parts)
+
+
+def test_validation_has_no_repeats() -> None:
+    order = Order("val", "full", seed=5, num_samples=9, repeats=3)
+    assert order.views(0, 0, 9, 0, 1).tolist() == list(range(9))
+    assert order.num_shown == 9

@@ -12,6 +12,7 @@ from service.config.experiment import load
 from tests.trainables.device.pictures import pictures
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from trainables.config import DataConfig, DeviceAugmentConfig
+from trainables.data.order import REPEAT
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.tensor_format import to_pixels
@@ -19,7 +20,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 
 ALL: dict[str, Any] = {
-    "randaugment": {"num_ops": 2, "magnitude": 9},
+    "policy": {"name": "randaugment", "num_ops": 2, "magnitude": 9},
     "color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "probability": 0.8},
     "grayscale": 0.5,
     "random_erasing": 0.25,
@@ -68,13 +69,28 @@ def test_every_epoch_and_seed_shows_another_picture(name: str) -> None:
     assert not torch.equal(first, inputs(list(range(8)), seed=1, **section).images_BCHW)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_each_repeat_of_an_image_is_another_picture_and_the_first_is_that_without_repeats(name: str) -> None:
+    section = {name: 1.0 if name == "random_erasing" else ALL[name]}
+    prepare = TrainInputs(
+        DataConfig.model_validate({"image_size": 16, "device_augment": section}),
+        partial(to_pixels, dtype=torch.float64),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    rows_B = torch.arange(8)
+    pictures = [prepare(DeviceBatch(IMAGES, rows_B, rows_B + REPEAT * repeat, rows_B, 0)).images_BCHW for repeat in range(3)]
+    assert torch.equal(pictures[0], inputs(list(range(8)), **section).images_BCHW)
+    assert not any(torch.equal(pictures[first], pictures[second]) for first, second in ((0, 1), (0, 2), (1, 2)))
+
+
 def test_switching_one_augmentation_on_leaves_what_the_others_draw() -> None:
     mean_C11 = torch.tensor(DataConfig().mean, dtype=torch.float64)[:, None, None]
 
     def erased_by(**others: Any) -> Tensor:
         return (inputs(list(range(8)), random_erasing=1.0, **others).images_BCHW - mean_C11).abs() < 1e-6
 
-    erased, both = erased_by(), erased_by(randaugment={}, color_jitter={"hue": 0.5})
+    erased, both = erased_by(), erased_by(policy={"name": "trivialaugment"}, color_jitter={"hue": 0.5})
     assert bool(erased.any(dim=(1, 2, 3)).all())
     assert bool((both | ~erased).all())
 
@@ -93,17 +109,18 @@ def test_a_rank_without_samples_augments_nothing() -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: RankPool, tmp_path: Path, accumulate: int) -> None:
     teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
-    data = {"last_batch": "drop", "global_batch_size": 120, "device_augment": ALL}
+    data = {"last_batch": "drop", "global_batch_size": 120, "device_augment": ALL, "repeats": accumulate}
     settings = {"data": data, "teacher": teacher, "optim": {"epochs": 2, "accumulate": accumulate}}
     states = {n: ranks.run(n, train, config(tmp_path / str(n), **settings))[0]["state"] for n in (1, 2, 3)}
     assert relative_difference(states[1], states[2]) < 1e-9
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
-def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, repeats: int) -> None:
     settings = {
         "teacher": None,
-        "data": {"last_batch": "drop", "device_augment": ALL},
+        "data": {"last_batch": "drop", "device_augment": ALL, "repeats": repeats},
         "train": {"checkpoint_every": 3},
         "optim": {"epochs": 2},
     }
@@ -118,18 +135,22 @@ def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_pat
     ("overrides", "says"),
     [
         (["data.device_augment.mixpu=0.2"], "data.device_augment.mixpu: no such key; did you mean data.device_augment.mixup?"),
-        (["data.device_augment.randaugment.num_op=2"], "did you mean data.device_augment.randaugment.num_ops?"),
+        (["data.device_augment.policy={name: augmix, num_op: 2}"], "did you mean data.device_augment.policy.num_ops?"),
+        (["data.device_augment.policy={num_ops: 2}"], "data.device_augment.policy.name: missing: write it"),
+        (["data.device_augment.policy={name: augmix, magnitude: 2}"], "magnitude is of another policy than augmix: leave it out"),
+        (["data.device_augment.policy={name: randaugment_timm, magnitude: 11}"], "randaugment_timm is at most 10, not 11"),
+        (["data.device_augment.randaugment.num_ops=2"], "such key; write data.device_augment.policy: {name: randaugment,"),
         (["data.device_augment.random_erasing=1.5"], "data.device_augment.random_erasing: must be at most 1, not 1.5"),
-        (["data.device_augment.randaugment.magnitude=31"], "magnitude: must be at most 30, not 31"),
+        (["data.device_augment.policy={name: randaugment, magnitude: 31}"], "magnitude: must be at most 30, not 31"),
         (["data.device_augment.color_jitter.hue=0.6"], "hue: must be at most 0.5, not 0.6"),
         (
             ["data.device_augment.mixup=0.2", "data.global_batch_size=66", "scale.num_workers=2"],
-            "each of 2 workers has 33 of data.global_batch_size 66: write 68, or set both to 0",
+            "data.global_batch_size 66: mixup and cutmix mix pairs, and each worker has an odd number of images: write 68",
         ),
-        (["data.device_augment.cutmix=1", "data.last_batch=short"], "set data.last_batch to drop, or both to 0"),
+        (["data.device_augment.cutmix=1", "data.last_batch=short"], "set both to 0, or write data.last_batch: drop"),
         (
             ["data.device_augment.mixup=0.2", "distill.method=dkd"],
-            "distill.method: dkd needs images of one class each: set data.device_augment.mixup",
+            "distill.method: dkd needs the one class of each image, which does not go with data.device_augment.mixup",
         ),
     ],
 )

@@ -146,7 +146,10 @@ def test_a_best_checkpoint_by_a_number_that_is_not_measured_is_refused(tmp_path:
     for sections, says in (
         ({"eval": {"best": "top1_pct"}}, "eval.best: top1_pct is not measured"),
         ({"eval": {"best": "cka"}, "data": {"labels": True}}, "eval.best: cka is not measured"),
-        ({"eval": {"best": "loss"}, "distill": {**DISTILL, "method": ["queue"]}}, "eval.best: queue compares the images"),
+        (
+            {"eval": {"best": "loss"}, "distill": {**DISTILL, "method": ["queue"]}},
+            "distill.method: queue compares the images of a batch, which does not go with eval.best loss",
+        ),
         ({"eval": {"best": "cosine"}, "distill": {**DISTILL, "method": ["rkd"]}}, "eval.best: cosine is of embed and queue"),
     ):
         with pytest.raises(ExperimentError, match=f"^{says}"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, write_teacher
 from trainables.distributed.group import Group
 from trainables.engine import pass_latency as latency
 from trainables.engine import records
@@ -128,3 +128,11 @@ def test_a_batch_that_does_not_fit_is_recorded_and_the_ones_before_it_are_timed(
         "passes/out_of_memory_images": 8.0,
     }
     assert "no passes on 8 images are timed: out of memory" in caplog.text
+
+
+def test_a_trained_student_has_the_latency_of_its_forward_pass_alone(tmp_path: Path) -> None:
+    teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
+    with contextlib.closing(build(config(tmp_path, teacher=teacher), Group(), Recorded(), no_telemetry)) as job:
+        summary = run_job(job)
+        assert job.student.training
+    assert 0 < summary["inference_ms"] < summary["one_image_ms"]

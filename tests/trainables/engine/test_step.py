@@ -11,6 +11,7 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, 
 from tests.trainables.methods import own_methods
 from tests.trainables.methods.calls import make, terms
 from trainables.device.device_batches import DeviceBatch, on_device
+from trainables.device.policies import POLICIES
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.losses import compute_losses
@@ -195,7 +196,9 @@ def test_terms_that_a_method_does_not_declare_are_refused(ranks: RankPool, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("augment", [{}, ALL], ids=["plain", "augmented"])
+@pytest.mark.parametrize(
+    "augment", [{}, ALL, *({"policy": {"name": name}} for name in POLICIES)], ids=["plain", "augmented", *POLICIES]
+)
 def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, augment: dict[str, object]) -> None:
     device = torch.device("cuda")
     weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")

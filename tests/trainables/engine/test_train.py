@@ -122,7 +122,7 @@ def test_a_training_whose_time_is_up_is_evaluated_at_its_end(ranks: RankPool, tm
 
 def test_a_target_and_a_timing_run_exclude_each_other(tmp_path: Path) -> None:
     for key, value in (("until_top1_pct", 90), ("until_s", 60)):
-        assert "train.max_steps is for timing runs" in str(first_problem(until(tmp_path, max_steps=10, **{key: value}), RULES))
+        assert "does not go with train.max_steps" in str(first_problem(until(tmp_path, max_steps=10, **{key: value}), RULES))
 
 
 def test_the_target_is_the_students_alone(tmp_path: Path) -> None:

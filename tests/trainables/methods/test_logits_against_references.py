@@ -19,7 +19,9 @@ from tests.trainables.methods.references import logits as reference
 from tests.trainables.methods.references.basic import Array
 
 
-def kd(inputs: Inputs, temperature: float = 4.0) -> Terms:
+def kd(inputs: Inputs, temperature: float = 4.0, hard: bool = False) -> Terms:
+    if hard:
+        return {"kl": reference.hard_label(inputs.student_BK, inputs.teacher_BK)}
     return {"kl": reference.kd(inputs.student_BK, inputs.teacher_BK, temperature)}
 
 
@@ -63,6 +65,7 @@ LOSSES = {"kd": kd, "dkd": dkd, "dist": dist, "nkd": nkd, "ttm": ttm, "mlkd": ml
 OPTIONS = [
     *((name, {}) for name in LOSSES),
     ("kd", {"temperature": 1.0}),
+    ("kd", {"hard": True}),
     ("dkd", {"alpha": 3.0, "beta": 0.5, "temperature": 1.0}),
     ("dist", {"temperature": 1.0, "beta": 0.5, "gamma": 3.0}),
     ("nkd", {"temperature": 3.0, "gamma": 2.0}),

@@ -74,7 +74,7 @@ BY_DEFAULT = {
         ("stage2", "stage3", "pooled"),
         {"vertex": 0.1, "edge": 5.0, "transformation": 5.0},
     ),
-    "kd": Defaults(REPDISTILLER, (), {**LOGITS, "weight": 0.9}, task_weight=0.1),
+    "kd": Defaults(REPDISTILLER, (), {**LOGITS, "weight": 0.9, "hard": False, "token": False}, task_weight=0.1),
     "kdsvd": Defaults(REPDISTILLER, ("stages",), {"vectors": 1}),
     "mlkd": Defaults(
         "The authors' for CIFAR-100",

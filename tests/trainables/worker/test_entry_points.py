@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +12,19 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 
 from service.commands.evaluate import formatted
-from service.runs.events import EventTail
+from service.runs.event_log import EventLog
+from service.runs.events import EventTail, event
 from tests.run_log import LocalRecorder, events_of
-from tests.trainables.jobs import write_teacher
+from tests.trainables.jobs import config as job_config
+from tests.trainables.jobs import no_telemetry, write_teacher
 from tests.trainables.teachers.cache.test_cached_teacher import settings
 from trainables.config import FEATURES_TAP, DataConfig, EvaluateConfig, Measure
 from trainables.distributed.group import Group
+from trainables.failures import EndedError
+from trainables.rundir import StageDir
 from trainables.worker import entry_points
 
 ON_A_CPU = "a CPU has no bf16"
@@ -88,3 +94,26 @@ def test_filling_a_cache_has_full_products_and_writes_which_precision_auto_was(t
     (result,) = events_of(Path(config.output_dir), "summary")
     assert (result["precision"], result["precision_reason"]) == ("fp32", ON_A_CPU)
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_worker_that_was_given_up_and_wakes_in_a_write_leaves_the_newer_attempts_checkpoint_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, fsync = StageDir(tmp_path / "student"), os.fsync
+
+    def fsync_slowly(descriptor: int) -> None:
+        fsync(descriptor)
+        if stage.last.exists() and ".last.safetensors." in os.readlink(f"/proc/self/fd/{descriptor}"):
+            log.append([event("attempt", "student", attempt=2)])  # meanwhile Ray gives this worker up, and others train on
+            stage.last.write_bytes(b"the newer attempt's")
+
+    monkeypatch.setattr(os, "fsync", fsync_slowly)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(entry_points, "node_telemetry", lambda *_: contextlib.nullcontext(no_telemetry))
+    monkeypatch.setattr(entry_points, "interruption_requests", lambda *_: lambda: None)
+    config = job_config(stage.root, optim={"epochs": 3, "lr": 0.05}, teacher=None)
+    with contextlib.closing(EventLog(tmp_path / "events.jsonl")) as log:
+        log.append([event("attempt", "student", attempt=1)])
+        with pytest.raises(EndedError, match="attempt 1 at student was given up: another one has begun"):
+            entry_points.train_stage(config, Group(), LocalRecorder(tmp_path, log, attempt=1))
+    assert stage.last.read_bytes() == b"the newer attempt's"

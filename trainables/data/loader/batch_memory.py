@@ -1,4 +1,4 @@
-"""The memory of a loader's batches, in blocks: one holds the pixels, labels and indices of a batch, one behind the other.
+"""The memory of a loader's batches, in blocks: one holds the pixels, labels and views of a batch, one behind the other.
 
 A loader process imports this, and no torch. Shapes: B samples of a batch, C=3 channels, H=W=`image_size` pixels.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 log = logging.getLogger("raydistill")
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-"""images_BHWC (uint8), labels_B and indices_B (int64) of a block's first rows."""
+"""images_BHWC (uint8), labels_B and views_B (int64) of a block's first rows."""
 
 
 class BatchMemory:

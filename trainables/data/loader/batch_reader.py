@@ -9,14 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from trainables.config import DataConfig
 from trainables.data.augment import Augment
 from trainables.data.interface import Source
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.sample_reader import Reader, ReadResult, ThreadTimes, result_of
-from trainables.data.order import Split, rank_part
+from trainables.data.order import REPEAT, Split
 
 CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
 
@@ -68,17 +66,17 @@ class BatchReader:
         self._samples = Reader(source, Augment(data, split), seed)
         self._order = source.order(data, split, seed)
         self._threads = threads
-        self._pools = [_pool(threads)] if threads else []  # the last one works, the others end
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader") if threads else None
         self._stopped = 0  # this iteration and those before it
 
     def begin(self, request: Request, block: int) -> Reads:
         """Set the threads to work on a batch. Its block is in use until `result` or `settle` returns."""
-        self._source.follow(self._order, request.epoch, request.begin)
-        positions_B = np.arange(*rank_part(request.begin, request.end, self._rank, self._world_size))
-        samples_B = self._order.at(request.epoch, positions_B)
-        images_BHWC, labels_B, indices_B = self.memory.arrays(block, len(samples_B))
-        labels_B[:], indices_B[:] = self._source.labels_N[samples_B], samples_B
-        uniforms_BU = self._samples.uniforms(request.augmentation_epoch, samples_B)
+        self._source.follow(self._order, request.epoch, request.begin // self._order.repeats)
+        new_views_B = self._order.views(request.epoch, request.begin, request.end, self._rank, self._world_size)
+        samples_B = new_views_B % REPEAT
+        images_BHWC, labels_B, views_B = self.memory.arrays(block, len(samples_B))
+        labels_B[:], views_B[:] = self._source.labels_N[samples_B], new_views_B
+        uniforms_BU = self._samples.uniforms(request.augmentation_epoch, new_views_B)
         rows = max(1, math.ceil(len(samples_B) / max(1, self._threads * CHUNKS_PER_THREAD)))
         reads = Reads()
         for row in range(0, len(samples_B), rows):
@@ -91,28 +89,17 @@ class BatchReader:
         """End the work for this iteration and those before it: what is still to be read of it ends with CancelledError."""
         self._stopped = max(self._stopped, iteration)
 
-    def resize(self, threads: int) -> None:
-        """Go on with so many threads (at least 1); what was set to work is finished by those that there were."""
-        if self._pools and threads != self._threads:
-            self._pools[-1].shutdown(wait=False)
-            self._pools.append(_pool(threads))
-            self._threads = threads
-
     def close(self, wait: bool = True) -> None:
         """End all work and close the source; with `wait` all threads have ended, too, and the memory is free."""
         self._source.close()  # first: a thread may wait for a shard
-        for pool in self._pools:
-            pool.shutdown(wait=wait, cancel_futures=True)
+        if self._pool:
+            self._pool.shutdown(wait=wait, cancel_futures=True)
         if wait:
             self.memory.close()
 
     def _run(self, work: Callable[[], ReadResult]) -> Future[ReadResult]:
-        if self._pools:
-            return self._pools[-1].submit(work)
+        if self._pool:
+            return self._pool.submit(work)
         done: Future[ReadResult] = Future()
         done.set_result(work())
         return done
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="loader")

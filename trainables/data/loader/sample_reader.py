@@ -57,13 +57,12 @@ class Costs:
         self._copy_s += seconds
         self._copies += 1
 
-    def add(self, images: int, parts: list[ReadResult], wait_s: float) -> None:
+    def add(self, images: int, times: ThreadTimes, wait_s: float) -> None:
         """Count a batch, for which the step waited so long."""
         self._images += images
         self._batches += 1
         self._wait_s += wait_s
-        for part in parts:
-            self._times = list(map(add, self._times, part.times))
+        self._times = list(map(add, self._times, times))
 
     def summary(self) -> dict[str, float]:
         """What the threads do, {} before the first image.
@@ -94,9 +93,9 @@ class Reader:
         self._as_stored = augment.shows_unchanged(source.size)
         self._core_wait = CoreWait()
 
-    def uniforms(self, epoch: int, indices_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    def uniforms(self, epoch: int, views_B: NDArray[np.int64]) -> NDArray[np.float64]:
         """The random numbers (B, U) of a batch: for its parts apart they would take several times as long."""
-        return uniforms(self._seed, epoch, indices_B, self._augment.num_uniforms)
+        return uniforms(self._seed, epoch, views_B, self._augment.num_uniforms)
 
     def fill(
         self,
@@ -116,7 +115,6 @@ class Reader:
         began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
         source, augment, out_RHWC = self._source, self._augment, out.pop()
         bad, encoded_rows, indices = list[tuple[int, str]](), list[Region](), indices_R.tolist()
-        source.prefetch(indices_R)
         if self._as_stored:
             source.read_batch(indices_R, out_RHWC)
         read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s

@@ -48,7 +48,7 @@ class Upcoming:
     def shards(self, max_bytes: int) -> list[int]:
         """In the order of their first use, as many as `max_bytes` take together, at least one; of one epoch at most."""
         epoch, position = self.at
-        size = self.order.num_samples
+        size = self.order.num_shown
         found = dict.fromkeys(self._find(epoch, position))  # of what is left of the present span
         later = {epoch: range((position // _SPAN + 1) * _SPAN, size, _SPAN)}
         if self._repeats:
@@ -63,7 +63,7 @@ class Upcoming:
 
     def _find(self, epoch: int, begin: int) -> list[int]:
         """The shards of a span's positions from `begin` on."""
-        positions_B = np.arange(begin, min((begin // _SPAN + 1) * _SPAN, self.order.num_samples))
+        positions_B = np.arange(begin, min((begin // _SPAN + 1) * _SPAN, self.order.num_shown))
         shards_B = np.searchsorted(self._ends_S, self._ahead.at(epoch, positions_B), side="right")
         shards, first_use = np.unique(shards_B, return_index=True)
         return shards[np.argsort(first_use)].tolist()  # type: ignore[no-any-return]
@@ -113,9 +113,6 @@ class RemoteShards:
             if len(content) < size:
                 raise DataError(f"data.path: {path} was cut off while it was in use: remove {self.cache.folder.parent}")
             return content
-
-    def prefetch(self, shard: int, offset: int, size: int) -> None:
-        """Does nothing: fetched shards are in the page cache, and `follow` fetches the later ones."""
 
     def follow(self, order: Order, epoch: int, position: int) -> None:
         """Fetch ahead what `order` needs from this position on; called as reading goes on."""

@@ -35,7 +35,7 @@ class PipelineLoader(Loader):
         with contextlib.closing(super().epoch(epoch, start)) as batches:
             while True:
                 batch = next(batches, None) if hosts.is_main else None
-                headers = [None if batch is None else (batch.labels_B.tolist(), batch.indices_B.tolist(), *batch[3:5])]
+                headers = [None if batch is None else (batch.labels_B.tolist(), batch.views_B.tolist(), *batch[3:5])]
                 dist.broadcast_object_list(headers, group_src=0, group=hosts.process_group)
                 if sending is not None:
                     sending.wait()
@@ -50,9 +50,9 @@ class PipelineLoader(Loader):
                         dist.recv(images_BHWC, group_src=0, group=hosts.process_group)
                 yield batch
 
-    def _received(self, labels: list[int], indices: list[int], position: int, num_samples: int | None) -> Batch:
+    def _received(self, labels: list[int], views: list[int], position: int, num_samples: int | None) -> Batch:
         """A batch without its pixels."""
         batch = self._lend(self._reader.memory.allocate(), len(labels), position, num_samples)
         batch.labels_B.copy_(torch.tensor(labels))
-        batch.indices_B.copy_(torch.tensor(indices))
+        batch.views_B.copy_(torch.tensor(views))
         return batch

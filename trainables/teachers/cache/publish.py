@@ -23,10 +23,10 @@ from trainables.data.decoders import open_decoder
 from trainables.data.interface import Source
 from trainables.data.order import rank_part
 from trainables.data.storage.free_space import format_bytes
-from trainables.device.color import ColorJitter
+from trainables.device.color import WHITE, ColorJitter
 from trainables.device.erasing import RandomErasing
 from trainables.device.mixing import Mixing
-from trainables.device.randaugment import OPERATIONS, kinds, posterize_bits, signed, solarize_threshold
+from trainables.device.policies import POLICIES, Chain
 from trainables.device.random_numbers import Draws
 from trainables.distributed.group import Group, gather_objects
 from trainables.metrics.heartbeat import Heartbeat
@@ -83,9 +83,9 @@ def augmentation_columns(config: TrainConfig, sizes_N2: NDArray[np.int64], epoch
     elif data.augment == "pad_crop_flip":
         corners_N2 = padded_corners(uniforms_NU)
         found["crop"], found["flip"] = np.hstack([corners_N2, corners_N2 + size]).astype(np.int16), uniforms_NU[:, 0] < 0.5
-    if device.randaugment is not None:
-        chosen = kinds(draws.uniforms("randaugment", 2 * device.randaugment.num_ops))
-        found["operations"] = torch.stack(chosen, dim=1).to(torch.uint8)
+    if (policy := _policy(data)) is not None:
+        kinds = policy.kinds(draws.uniforms("policy", policy.num_uniforms))
+        found["operations"] = torch.stack([*kinds], dim=1).to(torch.int16)
     if device.color_jitter is not None:
         factors_N4, order_N4, changed_N = ColorJitter(device.color_jitter).factors(
             draws.uniforms("color_jitter", ColorJitter.num_uniforms)
@@ -139,14 +139,25 @@ _CARD = (
 )
 
 
+def unpublished_policy(data: DataConfig) -> str | None:
+    """A policy whose draws `augmentation_columns` have no columns for."""
+    policy = data.device_augment.policy
+    return policy.name if policy is not None and not issubclass(POLICIES[policy.name], Chain) else None
+
+
+def _policy(data: DataConfig) -> Chain | None:
+    config = data.device_augment.policy
+    policy = config and POLICIES[config.name](config, data.image_size, _CPU)
+    return policy if isinstance(policy, Chain) else None
+
+
 def _operations(data: DataConfig) -> list[tuple[str, float]]:
-    """What each number of `operations` stands for: torchvision's name of a RandAugment operation, and its magnitude."""
-    if data.device_augment.randaugment is None:
-        return []
-    magnitude, size = data.device_augment.randaugment.magnitude, data.image_size
-    own = {"posterize": posterize_bits(magnitude), "solarize": solarize_threshold(magnitude)}
-    names = {name: name.title().replace("_", "").replace("Autoc", "AutoC") for name in OPERATIONS}
-    return [(names[name], own.get(name, signed(name, sign, magnitude, size))) for name in OPERATIONS for sign in (1, -1)]
+    """What each number of `operations` stands for: torchvision's name of an operation (and timm's SolarizeAdd), its magnitude."""
+    policy = _policy(data)
+    named = policy.operations.named if policy else []
+    names = {name: name.title().replace("_", "").replace("Autoc", "AutoC") for name, _ in named}
+    # torchvision refuses a threshold above the highest level, which changes nothing
+    return [("Identity", 0.0) if name == "solarize" and amount > WHITE else (names[name], amount) for name, amount in named]
 
 
 def _box(boxes_N4: torch.Tensor) -> torch.Tensor:

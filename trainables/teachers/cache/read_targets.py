@@ -81,7 +81,11 @@ class ReinforcedFolder(torch.utils.data.Dataset[tuple[Tensor, dict[str, Tensor]]
             image = F.resized_crop(image, top, left, bottom - top, right - left, [size, size], antialias=True)
             image = F.hflip(image) if drawn["flip"] else image
         for number in drawn.get("operations", []):
-            image = _apply_op(image, *self.operations[number], InterpolationMode.NEAREST, None)
+            name, magnitude = self.operations[number]
+            if name == "SolarizeAdd":
+                image = torch.where(image < 128, (image + int(magnitude)).clamp(max=255), image)
+            else:
+                image = _apply_op(image, name, magnitude, InterpolationMode.NEAREST, None)
         adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
         for step in drawn.get("jitter_order", []):
             if drawn["jitter"][step] != (1, 1, 1, 0)[step]:

@@ -89,7 +89,7 @@ class ServiceTeacher(RowTeacher):
         with contextlib.closing(batches):
             for batch in batches:
                 if len(batch.labels_B):
-                    indices_B = batch.indices_B.numpy().copy()
+                    indices_B = batch.indices_B.numpy()
                     images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1).numpy()
                     response = asyncio.run_coroutine_threadsafe(self._request(indices_B, images_BHWC, epoch), self._loop)
                     self._pending.append(_PendingBatch(indices_B, response))

@@ -87,9 +87,9 @@ def test_what_can_be_resumed_is_driven_or_is_referred_to_stays(
     lease._put()
     monkeypatch.setattr(driver_lease, "LEASE_S", 60.0)
     lines = run_clean()
-    assert f"{ROOT}/driven stays: a process works on it" in lines
-    assert f"{ROOT}/used stays: {ROOT}/user refers to it" in lines
-    assert any(line.startswith(f"{ROOT}/interrupted stays: it is interrupted") for line in lines)
+    assert f"{ROOT}/driven kept: in use" in lines
+    assert f"{ROOT}/used kept: {ROOT}/user names it" in lines
+    assert any(line.startswith(f"{ROOT}/interrupted kept: it is interrupted") for line in lines)
     assert names() == {"interrupted", "driven", "used", "user"}
 
 
@@ -115,11 +115,11 @@ def test_a_run_with_a_damaged_log_stays_unless_it_is_asked_for_and_holds_up_no_o
     fetch_records(run_folder(f"{ROOT}/damaged"))  # of which this machine has a whole log
     ObjectStore(f"{ROOT}/damaged").delete_all("events")
     ObjectStore(f"{ROOT}/damaged").put("events/0001-000000000100-000000000200.jsonl", b"1")
-    problem = f"{ROOT}/damaged stays: {ROOT}/damaged/events lacks what is behind byte 0 of the log of driver 1: put back a copy"
+    problem = f"{ROOT}/damaged kept: {ROOT}/damaged/events lacks what is behind byte 0 of the log of driver 1: put back a copy"
     for checkpoints_only in (True, False):
         lines = run_clean(checkpoints_only=checkpoints_only)
         assert any(line.startswith(problem) and line.endswith("; --unfinished removes it too") for line in lines)
-        assert f"{ROOT}/used stays: {ROOT}/damaged refers to it" in lines
+        assert f"{ROOT}/used kept: {ROOT}/damaged names it" in lines
     assert names() == {"damaged", "used"}
     run_clean(unfinished=True)
     assert names() == set()
@@ -169,14 +169,3 @@ def test_logits_of_a_run_that_could_not_be_removed_stay(
     assert logits.exists()
     run_clean()
     assert not logits.exists()
-
-
-def test_old_folders_of_runs_on_this_machine_go(run_clean: Clean) -> None:
-    put_run("read", status="running")
-    reopen(run_folder(f"{ROOT}/read"))
-    records = root_folder(ROOT) / "mlflow.db"
-    records.touch()
-    run_clean()
-    assert [path.name for path in root_folder(ROOT).iterdir() if path.is_dir()] == []
-    assert records.exists()
-    assert "experiment.yaml" in contents(f"{ROOT}/read")

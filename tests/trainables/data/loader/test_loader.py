@@ -1,6 +1,5 @@
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import re
@@ -26,12 +25,11 @@ from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.interface import Source
-from trainables.data.loader.auto_workers import AutoWorkers
 from trainables.data.loader.loader import Batch, Loader
 from trainables.data.loader.loader_process import loader_process
-from trainables.data.order import Split, sample_at
+from trainables.data.order import REPEAT, Split, sample_at
 from trainables.data.source import open_source
-from trainables.data.sources.synthetic import open_synthetic
+from trainables.data.sources.memory import open_synthetic
 from trainables.device.device_batches import on_device
 from trainables.device.tensor_format import to_pixels
 from trainables.errors import DataError
@@ -110,6 +108,41 @@ def test_training_reads_every_sample_once_in_an_order_that_no_world_size_changes
         total = sum(len(batch.labels_B) for batch in step)
         assert [len(batch.labels_B) for batch in step] == [len(part) for part in np.array_split(np.arange(total), world)]
         assert len({batch.position for batch in step}) == 1
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("start", [0, 16])
+def test_repeats_are_cropped_differently_alike_on_any_number_of_workers_and_from_the_middle_of_an_epoch(
+    world: int, start: int
+) -> None:
+    source = open_synthetic("train", 45, 3, 8)
+    data = DataConfig(image_size=8, global_batch_size=8, augment="pad_crop_flip", repeats=3, last_batch="short")
+
+    def shown(ranks: list[list[Batch]]) -> dict[int, Any]:
+        return {
+            view: pixels.tolist()
+            for batches in ranks
+            for batch in batches
+            for view, pixels in zip(batch.views_B.tolist(), batch.images_BCHW, strict=True)
+        }
+
+    loader = _loader(source, data)
+    assert (loader.steps_per_epoch, loader.samples_per_epoch) == (6, 45)
+    whole = shown([list(loader.epoch(3))])
+    assert {view % REPEAT for view in whole} == {*_order(3, 45)[:15]}
+    once = shown([list(_loader(source, data.model_copy(update={"repeats": 1})).epoch(3))])
+    assert all(whole[view] == once[view] for view in whole if view < REPEAT)
+    assert sum(whole[view] == once[view % REPEAT] for view in whole if view >= REPEAT) < 3  # of 30, drawn alike by chance
+    later = shown(_ranks(source, data, world, epoch=3, start=start))
+    assert len(later) == 45 - start
+    assert all(whole[view] == pixels for view, pixels in later.items())
+
+
+def test_an_unreadable_image_that_repeats_counts_once() -> None:
+    loader = _loader(TwinsSource(6), _data(6, repeats=3, max_bad=0.2, last_batch="short"))
+    epoch = next(epoch for epoch in range(9) if 0 in (order := _order(epoch, 6)[:2]) and 1 not in order)
+    assert [len(batch.labels_B) for batch in loader.epoch(epoch)] == [3]
+    assert loader.skipped == {0: "0.jpg (not an image)"}
 
 
 def test_batches_have_the_shapes_and_types_of_the_contract_even_when_empty() -> None:
@@ -403,7 +436,7 @@ def test_thousands_of_batches_take_the_memory_of_a_few(where: Any) -> None:
     assert 5 * images_mib < loader.batches_mib < 5 * images_mib * 1.05  # whole pages
     locations, process, before = set(), psutil.Process(), 0
     for step, batch in enumerate(loader.epoch(0)):
-        locations.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
+        locations.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.views_B.data_ptr()))
         before = process.memory_info().rss if step == 500 else before
     assert step == 4999
     assert len(locations) == 5
@@ -428,45 +461,6 @@ def test_all_epochs_read_into_the_same_memory(where: Any) -> None:
     assert len(set.union(*locations)) == len(locations[0]) == 4
     first_of_closed = {next(loader.epoch(epoch)).images_BCHW.data_ptr() for epoch in range(20)}
     assert first_of_closed <= locations[0]  # what a closed epoch had read ahead is free again
-    loader.close()
-
-
-@in_both
-def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_behind(where: str) -> None:
-    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3, loader=where), workers=4)
-    visited = []
-    for step, batch in enumerate(loader.epoch(0)):
-        visited += batch.indices_B.tolist()
-        assert (batch.images_BCHW == (batch.indices_B % 251)[:, None, None, None]).all()
-        loader.resize(1 + step % 4)
-    assert visited == _order(0, 600)
-    loader.close()
-    assert not _loader_threads()
-
-
-@in_both
-def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    source, data = SlowSource(4000), _data(5, loader=where, loader_workers=4)
-    loader = Loader(
-        source,
-        data,
-        split="train",
-        seed=11,
-        rank=0,
-        world_size=1,
-        loader_workers=4,
-        process=loader_process(data, world_size=1, device=CPU),
-        auto=AutoWorkers(4, window_s=0.3),
-    )
-    visited = []
-    with caplog.at_level(logging.INFO, "raydistill"):
-        for batch in loader.epoch(0):
-            visited += batch.indices_B.tolist()
-            if caplog.records:
-                break
-            time.sleep(0.1)  # a step takes 5 images in 100 ms, a thread reads them in 10, on a busy machine in 20
-    assert re.match(r"loader workers: 1 of 4 \(auto\): a thread decodes \d+ images/s, a step takes \d+$", caplog.messages[0])
-    assert visited == _order(0, 4000)[: len(visited)]
     loader.close()
 
 

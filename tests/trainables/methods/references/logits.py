@@ -17,6 +17,12 @@ def kd(student_BK: Array, teacher_BK: Array, temperature: float = 4.0) -> Array:
     return double([temperature**2 * kl(log_softmax(t / temperature), log_softmax(s / temperature)) for s, t in rows])
 
 
+def hard_label(student_BK: Array, teacher_BK: Array) -> Array:
+    """−log softmax(z_s) of the class argmax z_t, per sample: the second half of equation 3 of Touvron et al., ICML 2021."""
+    rows = zip(double(student_BK), double(teacher_BK), strict=True)
+    return double([-log_softmax(s)[max(range(len(t)), key=lambda k: t[k])] for s, t in rows])
+
+
 def dkd_parts(student_BK: Array, teacher_BK: Array, labels_B: Ints, temperature: float = 4.0) -> tuple[Array, Array]:
     """(TCKD, NCKD), each times T², per sample: the two terms of equation 7 of Zhao et al., CVPR 2022, without α and β.
 

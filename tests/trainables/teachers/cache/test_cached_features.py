@@ -213,7 +213,10 @@ def test_a_feature_that_half_precision_does_not_hold_ends_the_training_in_one_li
 
 def test_what_depends_on_more_than_an_images_features_is_refused(tmp_path: Path) -> None:
     for options, line in (
-        ({"method": ["srrl"], "options": {}}, "teacher.cache: it gives a teacher's outputs, and srrl needs its network: set"),
+        (
+            {"method": ["srrl"], "options": {}},
+            "distill.method: srrl needs the teacher's network with a linear classifier, which does not go with teacher.cache",
+        ),
         (
             {"method": ["reviewkd"], "options": {"reviewkd": {"teacher_norm": "batch"}}},
             "distill.options.reviewkd.teacher_norm: batch makes a teacher's outputs depend on the batch, and teacher.cache has",

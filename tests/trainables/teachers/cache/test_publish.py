@@ -33,7 +33,12 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "crops, RandAugment and mixes": {
         "augment": "crop_flip",
         "fidelity": "exact",
-        "device_augment": {"randaugment": {"num_ops": 2, "magnitude": 9}, "mixup": 0.4, "cutmix": 1.0, "random_erasing": 0.5},
+        "device_augment": {
+            "policy": {"name": "randaugment", "num_ops": 2, "magnitude": 9},
+            "mixup": 0.4,
+            "cutmix": 1.0,
+            "random_erasing": 0.5,
+        },
         "last_batch": "drop",
     },
     "padded crops and colors": {
@@ -42,6 +47,10 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
             "color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "probability": 0.7},
             "grayscale": 0.3,
         },
+    },
+    "timm's operations": {
+        "augment": "pad_crop_flip",
+        "device_augment": {"policy": {"name": "randaugment_timm", "num_ops": 4, "magnitude": 3, "magnitude_std": 3}},
     },
     "none": {"augment": "none"},
 }
@@ -175,7 +184,7 @@ def test_a_disk_without_room_for_both_is_refused_before_anything_is_written(
     settings = {"data": AUGMENTATIONS["crops, RandAugment and mixes"]}
     row_bytes = 4 + 4 + 4 + 2 * 10
     monkeypatch.setattr(cached_teacher, "free_bytes", lambda path: IMAGES * row_bytes)
-    with pytest.raises(DataError, match=r"teacher.cache: 1.48 KiB of logits 10 do not fit into the 768 bytes that are free"):
+    with pytest.raises(DataError, match=r"teacher.cache: 1.52 KiB of logits 10 do not fit into the 768 bytes that are free"):
         fill_alone(Group(), job(tmp_path, "fill", **settings))
     assert not [path for path in tmp_path.joinpath("set").rglob("*") if path.is_file()]
 

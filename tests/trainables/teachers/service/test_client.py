@@ -252,9 +252,9 @@ def test_a_batch_without_images_requests_nothing_and_the_next_one_has_its_own_ro
         teacher = job.train_state.teacher
         whole, *_ = job.train_loader.epoch(0)
         whole = whole._replace(
-            images_BCHW=whole.images_BCHW.clone(), labels_B=whole.labels_B.clone(), indices_B=whole.indices_B.clone()
+            images_BCHW=whole.images_BCHW.clone(), labels_B=whole.labels_B.clone(), views_B=whole.views_B.clone()
         )
-        empty = whole._replace(images_BCHW=whole.images_BCHW[:0], labels_B=whole.labels_B[:0], indices_B=whole.indices_B[:0])
+        empty = whole._replace(images_BCHW=whole.images_BCHW[:0], labels_B=whole.labels_B[:0], views_B=whole.views_B[:0])
         batches = teacher.prefetch((batch for batch in (empty, whole)), 0)
         assert len(next(batches).labels_B) == 0
         assert len(teacher(empty.images_BCHW, 0, TeacherRequest(empty.indices_B, 0))["kd"].logits_BK) == 0

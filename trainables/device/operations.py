@@ -1,70 +1,81 @@
-"""RandAugment: Cubuk, Zoph, Shlens and Le 2020, with torchvision's fourteen operations and magnitudes (31 bins, nearest, black).
+"""The operations of AutoAugment, RandAugment and their kin on a batch, as torchvision has them (nearest pixel, black outside).
 
-Every image draws its own operations, but the batch is one and nothing may wait for the GPU. So an operation is one of four
+Every image has its own operation, but the batch is one and nothing may wait for the GPU. So an operation is one of four
 passes over the whole batch: a warp (shears, translations, rotation), a table of 256 levels (brightness, contrast, posterize,
-solarize, autocontrast, equalize), a blend with gray (color) or with a blur (sharpness). Images that drew something else
+solarize, autocontrast, equalize, invert), a blend with gray (color) or with a blur (sharpness). Images that have something else
 pass through it unchanged, bit for bit.
 
 The same pixels as torchvision.transforms.v2 on uint8 tensors, but where a rounding differs: one level, or at a warp's tie the
 neighbouring pixel.
-Shapes: B images, C=3 channels, H W pixels, K drawn kinds (operation, sign), L=256 levels. `pixels_BCHW` as in `color`.
+Shapes: B images, C=3 channels, H W pixels, K kinds (operation, sign, bin), L=256 levels. `pixels_BCHW` as in `color`.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainables.config import RandAugmentConfig
 from trainables.device.color import WHITE, blend, column, gray, mean_level
 
-_BINS = 31
-_MAX_MAGNITUDE = {
-    "identity": 0.0,
-    "shear_x": 0.3,
-    "shear_y": 0.3,
-    "translate_x": 150 / 331,
-    "translate_y": 150 / 331,
-    "rotate": 30.0,
-    "brightness": 0.9,
-    "color": 0.9,
-    "contrast": 0.9,
-    "sharpness": 0.9,
-    "posterize": 0.0,
-    "solarize": 0.0,
-    "autocontrast": 0.0,
-    "equalize": 0.0,
+
+class Space(NamedTuple):
+    """How far the operations of a policy go: from nothing in the first of its bins to these magnitudes in the last."""
+
+    bins: int
+    shear: float
+    translate: float  # part of the image; above 1: pixels
+    rotate: float  # degrees
+    enhance: float  # brightness, color, contrast and sharpness have the factor 1 ± this
+    posterize: tuple[
+        int, int, float
+    ]  # bits of the first bin, by how many they fall, and what is added before cutting to whole ones
+    solarize: float = WHITE  # threshold of the first bin; the last one's is 0
+
+
+SPACES = {
+    "randaugment": Space(31, 0.3, 150 / 331, 30.0, 0.9, (8, 4, 0.5)),
+    "randaugment_timm": Space(101, 0.3, 0.45, 30.0, 0.9, (4, 4, 0.0), WHITE + 1),
+    "autoaugment": Space(10, 0.3, 150 / 331, 30.0, 0.9, (8, 4, 0.5)),
+    "trivialaugment": Space(31, 0.99, 32.0, 135.0, 0.99, (8, 6, 0.5)),
+    "augmix": Space(10, 0.3, 1 / 3, 30.0, 0.9, (4, 4, 0.5)),
 }
-"""The magnitude of the last bin, of those that can have either sign, else 0; translations as a part of the image."""
-OPERATIONS = tuple(_MAX_MAGNITUDE)
+"""Policy → its space: torchvision's, and timm's `rand-…-inc1`, whose magnitudes 0 to 10 are cut to tenths."""
+_SIGNED = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast", "sharpness")
+OPERATIONS = ("identity", *_SIGNED, "posterize", "solarize", "autocontrast", "equalize", "invert", "solarize_add")
 
 
-class RandAugment:
-    """`config.num_ops` operations on each image, each with the sign and the magnitude that torchvision gives it."""
+class Operations:
+    """One operation on each image of a batch, by its kind; kind 0 leaves an image as it is."""
 
-    def __init__(self, config: RandAugmentConfig, image_size: int, device: torch.device) -> None:
-        self.num_uniforms = 2 * config.num_ops
-        kinds = [(name, signed(name, sign, config.magnitude, image_size)) for name in OPERATIONS for sign in (1, -1)]
-
-        def table(rows: list[list[float]]) -> Tensor:
-            return torch.tensor(rows, dtype=torch.float64).to(device)
-
-        self._warps_K6 = table([warp(name, amount, image_size) for name, amount in kinds])
-        self._levels_KL = table([levels(name, amount, config.magnitude) for name, amount in kinds])
+    def __init__(self, space: Space, image_size: int, device: torch.device) -> None:
+        self._bins, self._device = space.bins, device
+        self.named = [
+            (name, -amount if minus and name in _SIGNED else amount)
+            for name in OPERATIONS
+            for minus in (False, True)
+            for amount in amounts(name, space, image_size)
+        ]
+        """The operation and the amount of each kind."""
+        self._warps_K6 = torch.tensor([warp(*kind, image_size) for kind in self.named], dtype=torch.float64).to(device)
+        self._levels_KL = torch.stack([levels(*kind) for kind in self.named]).float().to(device)
         blends = ("contrast", "color", "sharpness")
-        self._factors_K3 = table([[1 + amount if name == own else 1.0 for own in blends] for name, amount in kinds])
+        factors = [[1 + amount if name == own else 1.0 for own in blends] for name, amount in self.named]
+        self._factors_K3 = torch.tensor(factors, dtype=torch.float64).to(device)
 
-    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
-        """See Augmentation; two random numbers choose an operation and its sign."""
-        for kinds_B in kinds(uniforms_BU):
-            pixels_BCHW = self.apply(pixels_BCHW, kinds_B)
-        return pixels_BCHW
+    def kinds(self, operation_B: Tensor, bin_B: Tensor | int, sign_B: Tensor) -> Tensor:
+        """The kinds (B,) of operations by their numbers in OPERATIONS, with the sign minus where `sign_B` is below 0.5."""
+        return (2 * operation_B + (sign_B < 0.5)) * self._bins + bin_B
 
-    def apply(self, pixels_BCHW: Tensor, kinds_B: Tensor) -> Tensor:
-        """One operation on each image: kind 2·i is OPERATIONS[i], 2·i + 1 the same with the other sign."""
+    def numbers(self, names: tuple[str, ...]) -> Tensor:
+        """Their numbers in OPERATIONS, on the device."""
+        return torch.tensor([OPERATIONS.index(name) for name in names]).to(self._device)
+
+    def __call__(self, pixels_BCHW: Tensor, kinds_B: Tensor) -> Tensor:
+        """The images, each changed by its kind."""
         contrast_B, color_B, sharpness_B = self._factors_K3[kinds_B].unbind(1)
-        operation_B = kinds_B // 2
+        operation_B = kinds_B // (2 * self._bins)
         pixels_BCHW = warped(pixels_BCHW, self._warps_K6[kinds_B])
         tables_BCL = leveled(pixels_BCHW, operation_B, self._levels_KL[kinds_B].to(pixels_BCHW.dtype), contrast_B)
         pixels_BCHW = tables_BCL.gather(2, pixels_BCHW.flatten(2).long()).view_as(pixels_BCHW)
@@ -72,15 +83,19 @@ class RandAugment:
         return sharpened(pixels_BCHW, sharpness_B)
 
 
-def kinds(uniforms_BU: Tensor) -> list[Tensor]:
-    """The kinds (B,) of the operations that two random numbers each choose, see `RandAugment.apply`."""
-    return [2 * (operation_B * len(OPERATIONS)).long() + (sign_B < 0.5) for operation_B, sign_B in uniforms_BU.T.split(2)]
-
-
-def signed(name: str, sign: int, magnitude: int, image_size: int) -> float:
-    """An operation's magnitude in its own unit; 0 for those that have none. torchvision's are float32."""
-    last = _MAX_MAGNITUDE[name] * (image_size if name.startswith("translate") else 1)
-    return sign * float(torch.linspace(0.0, last, _BINS)[magnitude])
+def amounts(name: str, space: Space, image_size: int) -> list[float]:
+    """An operation's magnitude in each bin, in its own unit; 0 for those that have none. torchvision's are float32."""
+    if name == "posterize":
+        bits, fall, half = space.posterize
+        return [bits - math.floor(fall * at / (space.bins - 1) + half) for at in range(space.bins)]
+    if name == "solarize":
+        return [space.solarize * at for at in torch.linspace(1.0, 0.0, space.bins).tolist()]
+    if name == "solarize_add":
+        return [float(110 * at // (space.bins - 1)) for at in range(space.bins)]
+    shift = space.translate if space.translate > 1 else space.translate * image_size
+    kind = name.partition("_")[0]
+    last = {"shear": space.shear, "translate": shift, "rotate": space.rotate}.get(kind, space.enhance * (name in _SIGNED))
+    return torch.linspace(0.0, last, space.bins).tolist()
 
 
 def warp(name: str, amount: float, image_size: int) -> list[float]:
@@ -110,27 +125,18 @@ def warped(pixels_BCHW: Tensor, warps_B6: Tensor) -> Tensor:
     return F.grid_sample(pixels_BCHW, grid_BHW2, mode="nearest", padding_mode="zeros", align_corners=False)
 
 
-def levels(name: str, amount: float, magnitude: int) -> list[float]:
+def levels(name: str, amount: float) -> Tensor:
     """The new level of each level 0 … 255, for operations that do not look at the image; the others leave it as it is."""
     before_L = torch.arange(256)
     if name == "brightness":
-        return before_L.mul(1 + amount).clamp(0, WHITE).floor().tolist()
+        return before_L.mul(1 + amount).clamp(0, WHITE).floor()
     if name == "posterize":
-        return (before_L & ~((1 << (8 - posterize_bits(magnitude))) - 1)).tolist()
-    if name == "solarize":
-        threshold = solarize_threshold(magnitude)
-        return torch.where(before_L >= threshold, 255 - before_L, before_L).tolist()
-    return before_L.tolist()
-
-
-def posterize_bits(magnitude: int) -> int:
-    """The bits of a level that posterize leaves."""
-    return int((8 - torch.arange(_BINS) / ((_BINS - 1) / 4)).round()[magnitude])
-
-
-def solarize_threshold(magnitude: int) -> float:
-    """The level from which on solarize inverts."""
-    return WHITE * float(torch.linspace(1.0, 0.0, _BINS)[magnitude])
+        return before_L & ~((1 << (8 - int(amount))) - 1)
+    if name in ("solarize", "invert"):  # whose amount is 0
+        return torch.where(before_L >= amount, 255 - before_L, before_L)
+    if name == "solarize_add":
+        return torch.where(before_L < 128, (before_L + amount).clamp(max=WHITE), before_L)
+    return before_L
 
 
 def leveled(pixels_BCHW: Tensor, operation_B: Tensor, levels_BL: Tensor, contrast_B: Tensor) -> Tensor:

@@ -8,18 +8,17 @@ import pytest
 from rich.console import Console
 
 from service.report.labels import number
-from service.report.run_records import rows_of
+from service.report.records import rows_of, running_stage_lines
 from service.report.table import Table
 from service.report.tables import node_table, phase_table
 from service.report.tables import sweep_table as table_of_rows
-from service.report.terminal_tables import overview, report_of, verdict
-from service.report.under_way import UnderWay
+from service.report.terminal import overview, report_of, verdict
 from service.runs.display import output
 from service.runs.events import event
 from service.runs.result import RunResult
 from service.runs.stored.stored_runs import run_folder
-from tests.run_log import add, numbers, write_log
-from tests.service.report.runs import typed, typed_row
+from tests.run_log import add, numbers
+from tests.service.report.runs import bare_records, typed, typed_row
 from trainables.rundir import RunDir
 
 SCALE = {"scale.num_workers": 2, "data.global_batch_size": 128, "data.loader_workers": 1}
@@ -78,19 +77,21 @@ def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_t
     line = "teacher resnet34: 73.31% top-1 on 50,000 validation images, where chance is 0.10%"
     trials = [trial(number, "ok", metrics=METRICS, teachers=[given]) for number in ("000", "001")]
     swept = typed({"status": "running", "space": SCALE, "trials": trials, "use_gpu": True})
-    assert overview(swept, RunDir(tmp_path)).count(line) == 1
+    assert overview(bare_records(RunDir(tmp_path), swept)).count(line) == 1
     stages = [
         {"stage": "teacher", "model": "resnet34", "status": "ok", "metrics": {"best_top1_pct": 71.0, "top1_pct": 70.5}},
         {"stage": "student", "model": "resnet18", "status": "ok", "metrics": {}, "teachers": [given]},
     ]
     run = typed({"kind": "train", "status": "complete", "stages": stages})
-    assert overview(run, RunDir(tmp_path))[2:] == ["teacher resnet34: 71.00% top-1, trained here", line]
+    assert overview(bare_records(RunDir(tmp_path), run))[2:] == ["teacher resnet34: 71.00% top-1, trained here", line]
 
 
 def test_a_report_has_the_notices_of_a_run_and_why_it_is_not_exact(tmp_path: Path) -> None:
     run = typed({"kind": "train", "status": "complete", "notices": ["2 files left out"], "not_exact": ["resumed on other data"]})
-    write_log(RunDir(tmp_path), run)
-    assert report_of(run, RunDir(tmp_path))[1:] == ["note: 2 files left out", "note: not exact: resumed on other data"]
+    assert report_of(bare_records(RunDir(tmp_path), run))[1:] == [
+        "note: 2 files left out",
+        "note: not exact: resumed on other data",
+    ]
 
 
 def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
@@ -107,7 +108,7 @@ def test_reasons_and_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[s
     output().print(sweep_table(typed({"name": "[demo]", "trials": [failed]})))
     printed = capsys.readouterr().out
     assert "failed: no key [/data] in x[0] :cat:" in printed
-    assert printed.startswith("[demo]: 1 trials")
+    assert printed.startswith("[demo]: 1 trial by")
 
 
 def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
@@ -145,7 +146,7 @@ def test_a_running_runs_report_says_how_far_it_is_and_how_to_go_on(tmp_path: Pat
     advice = f"continue it with: distill resume {tmp_path}"
     for status, may_continue in {"running": False, "interrupted": True, "failed": True, "complete": False}.items():
         standing = result().model_copy(update={"status": status})
-        lines = [part for part in report_of(standing, RunDir(tmp_path)) if isinstance(part, str)]
+        lines = [part for part in report_of(bare_records(RunDir(tmp_path), standing)) if isinstance(part, str)]
         progress = [line for line in lines if line.startswith("student: step 40, 12.0 images/s, last record 9")]
         assert len(progress) == (status != "complete")
         assert (lines[-1] == advice) == may_continue
@@ -155,11 +156,10 @@ def test_a_run_in_an_object_store_is_continued_by_its_address(tmp_path: Path, mo
     monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path))
     interrupted = typed({"status": "interrupted", "trials": []})
     uri = "s3://bucket/runs/one"
-    write_log(RunDir(run_folder(uri)), interrupted)
-    assert report_of(interrupted, RunDir(run_folder(uri)))[-1] == f"continue it with: distill resume {uri}"
+    assert report_of(bare_records(RunDir(run_folder(uri)), interrupted))[-1] == f"continue it with: distill resume {uri}"
 
 
-def test_trials_that_have_ended_are_not_under_way_and_measurements_of_them_that_go_on_are(tmp_path: Path) -> None:
+def test_stages_of_trials_that_have_ended_are_not_running_and_those_of_their_next_measurements_are(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for id in ("000", "001", "002", "003"):
         add(run_dir, STEP | {"stage": f"trials/{id}/student"})
@@ -167,17 +167,8 @@ def test_trials_that_have_ended_are_not_under_way_and_measurements_of_them_that_
     for id in ("000", "001", "003"):
         add(run_dir, event("trial_ended", trial=id, outcome={"status": "failed"}))
     add(run_dir, STEP | {"stage": "trials/000/student-2"})
-    lines = UnderWay(run_dir).lines()
+    lines = running_stage_lines(bare_records(run_dir, result()))
     assert [line.partition(":")[0] for line in lines] == ["trials/002/student", "trials/000/student-2"]
-
-
-def test_each_line_of_a_stage_that_goes_on_is_read_once(tmp_path: Path) -> None:
-    run_dir, under_way = RunDir(tmp_path), UnderWay(RunDir(tmp_path))
-    add(run_dir, STEP)
-    assert under_way.lines()[0].startswith("student: step 40, 12.0 images/s")
-    run_dir.events.write_bytes(b"x" * (run_dir.events.stat().st_size - 1) + b"\n")
-    add(run_dir, STEP | {"step": 50, "metrics": {"val/top1_pct": 1.0}})
-    assert under_way.lines()[0].startswith("student: step 50, 12.0 images/s")
 
 
 def test_a_missing_number_is_a_dash() -> None:

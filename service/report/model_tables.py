@@ -1,4 +1,4 @@
-"""What `distill split` shows: a student's blocks, what they cost, and where it is cut into pipeline stages. Imports torch."""
+"""What `distill split` and `distill taps` show of a model: blocks, their cost, where to cut; its taps. Imports torch."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +15,8 @@ from trainables.distributed.pipeline.choose_cut import choose_cut
 from trainables.engine.dry_run import untrained_modules
 from trainables.engine.pipeline.build import stage_costs
 from trainables.engine.teacher_placement import is_sharded
+from trainables.models.registry import check_forward, construct
+from trainables.models.tap_names import list_taps
 from trainables.rules import num_micro_batches, pipeline_micro_batches, replica_batch
 
 MIB = 2**20
@@ -75,3 +77,16 @@ def block_table(title: str, blocks: Sequence[Block], starts: Sequence[int]) -> T
     ]
     columns = ("stage", "block begins at", "parameters MiB", "forward ms", "backward ms", "activations MiB")
     return Table(title, columns, rows, left=["block begins at"])
+
+
+def points_table(model: str, image_size: int, num_classes: int, show_all: bool) -> Table:
+    """Names, other names and shape of one sample's value; `show_all`: of all modules.
+
+    Raises ModelError: no such model, or it does not take images of this size.
+    """
+    built = construct(model, num_classes=num_classes, image_size=image_size, seed=0)
+    check_forward(built, image_size, num_classes, name=model)
+    points = list_taps(built, image_size, every=show_all)
+    rows = [[point.name, ", ".join(point.aliases), "×".join(map(str, point.shape))] for point in points]
+    title = f"taps of {model} at {image_size}×{image_size}"
+    return Table(title, ["name", "aliases", "shape per sample"], rows, left=["name", "aliases"])

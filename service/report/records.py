@@ -1,0 +1,217 @@
+"""What a report is made of: a run directory, its log read once, as plain rows, however far the run has come."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from service.config.dotted import flatten
+from service.config.schema import Experiment
+from service.config.space import GLOBAL_BATCH, SCALE_AXES
+from service.runs.events import Event
+from service.runs.result import RunResult, TrialRow, TrialScale
+from service.runs.run_directory import as_it_stands, reopen_log
+from service.runs.run_log import RunLog
+from service.search.points import relative_error
+from trainables.redact import redact_values
+from trainables.rundir import RunDir, StageDir
+
+UNFINISHED = ("pending", "untested")
+_WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
+_MIN_WINDOWS = 3  # means between log lines: fewer say nothing of their spread
+_MAX_RANKS = 8
+_PROGRESS = ("start", "resume", "step", "epoch", "summary")
+
+Histories = Mapping[str, Sequence[Event]]
+"""What stages recorded while they ran, in order, by name: `trial 003`, `teacher`, `student`."""
+
+
+class Row(TrialRow):
+    """A trial as the report sees it."""
+
+    error: float | None = None
+    """Relative standard error of its mean step; None where too little is known."""
+
+    @classmethod
+    def of(cls, row: TrialRow, windows_s: Sequence[float] = ()) -> Row:
+        """The row with the error of its steps' times; without these, of the mean step times between its log lines."""
+        times_s = row.steps_s or windows_s
+        error = relative_error(times_s) if len(times_s) >= _MIN_WINDOWS else None
+        return cls.model_construct(_fields_set=row.model_fields_set, **{**dict(row), "error": error})
+
+
+@dataclass(frozen=True)
+class Records:
+    """A run directory as the report sees it."""
+
+    run_dir: RunDir
+    log: RunLog
+    result: RunResult
+    experiment: Mapping[str, Any]  # by dotted keys; without secrets
+    rows: Sequence[Row] = ()  # the trials of a sweep; of a run its student as one, once it has a speed
+    histories: Histories = field(default_factory=dict)
+
+    @property
+    def is_sweep(self) -> bool:
+        return self.result.kind == "sweep"
+
+    @property
+    def best(self) -> Row | None:
+        """The winner of a sweep by its own metric; of a run its student."""
+        return best_of(self.result, self.rows) if self.is_sweep else next(iter(self.rows), None)
+
+
+def records_of_run(path: Path) -> Records:
+    """The records of a run directory. Raises ExperimentError: no run there, or one that is damaged."""
+    resolved, run_dir, log = reopen_log(path)
+    result = as_it_stands(run_dir, log.result)
+    if result.status not in (log.result.status, "interrupted"):  # it has ended since
+        return records_of_run(path)
+    return read_records(run_dir, log, result, resolved.experiment)
+
+
+def read_records(run_dir: RunDir, log: RunLog, result: RunResult, experiment: Experiment) -> Records:
+    """The records of a run whose log has been read."""
+    flat = redact_values(flatten(experiment.model_dump(mode="json")))
+    if result.kind == "sweep":
+        stages = {f"trial {row.id}": f"trials/{row.id}/student" for row in result.rows}
+        rows = [Row.of(row, windows_s(log, stage)) for row, stage in zip(result.rows, stages.values(), strict=True)]
+    else:
+        stages = {name: name for name in experiment.stage_names}
+        rows = []
+        for stage in result.stages:
+            if stage.stage == "student" and stage.metrics.get("images_per_s"):
+                scale = TrialScale.model_construct(
+                    num_workers=result.num_workers or 1,
+                    global_batch_size=flat[GLOBAL_BATCH],
+                    loader_workers=result.loader_workers,
+                )
+                row = TrialRow(id="student", params={}, scale=scale, status="ok", metrics=stage.metrics)
+                rows.append(Row.of(row, windows_s(log, "student")))
+    kinds = ("start", "resume", "epoch", "summary", *(() if result.kind == "sweep" else ("step",)))
+    histories = {label: read_history(log, stage, *kinds) for label, stage in stages.items()}
+    return Records(run_dir, log, result, flat, rows, {label: lines for label, lines in histories.items() if lines})
+
+
+def windows_s(log: RunLog, stage: str) -> list[float]:
+    """Mean step times between a stage's log lines, but for the first, which has the warm-up in it."""
+    found = [_WINDOW_MS.search(line.raw) for kind, line in log.raw_of(stage) if kind == "step"]
+    return [float(window[1]) / 1e3 for window in found if window][1:]
+
+
+def read_history(log: RunLog, stage: str, *kinds: str) -> list[Event]:
+    """A stage's events of these kinds. Their times never go back: after a restart another node's clock may be behind."""
+    lines, time_ms = [], 0
+    for event in log.of_stage(stage, *kinds):
+        time_ms = max(time_ms, event["time_ms"])
+        lines.append(event | {"time_ms": time_ms})
+    return lines
+
+
+def hang_lines(log: RunLog) -> list[str]:
+    """A line for each hang of a run, also of the measurements that a guided search repeated."""
+    return [
+        f"{stage} hung at {datetime.fromtimestamp(event['time_ms'] / 1e3):%Y-%m-%d %H:%M:%S}: {event['message']}"
+        for stage in log.stages
+        for event in log.of_stage(stage, "hang")
+    ]
+
+
+def teacher_lines(result: RunResult) -> list[str]:
+    """How accurate each teacher is: one with given weights as it was measured, one that the run has trained at its best epoch."""
+    trained = [
+        f"teacher {stage.model}: {stage.metrics['best_top1_pct']:.2f}% top-1, trained here"
+        for stage in result.stages
+        if stage.stage == "teacher" and "best_top1_pct" in stage.metrics
+    ]
+    given = [str(teacher) for row in (*result.stages, *result.rows) for teacher in row.teachers]
+    return list(dict.fromkeys([*trained, *given]))
+
+
+def running_stage_lines(records: Records) -> list[str]:
+    """Where each stage is that has begun and not ended, and under it where each of its ranks is."""
+    lines = []
+    for stage in records.log.stages:
+        kinds = [kind for kind, _ in records.log.raw_of(stage) if kind in _PROGRESS or kind == "stage_ended"]
+        if not kinds or kinds[-1] in ("summary", "stage_ended") or _is_of_an_ended_measurement(records.log, stage):
+            continue
+        numbers = records.log.of_stage(stage, *_PROGRESS)
+        speeds = [line["metrics"]["train/images_per_s"] for line in numbers if line["metrics"].get("train/images_per_s")]
+        speed = f"{speeds[-1]:,.1f}" if speeds else "–"
+        lines.append(f"{stage}: step {numbers[-1]['step']}, {speed} images/s, last record {_ago(numbers[-1]['time_ms'])}")
+        lines += rank_lines(StageDir(records.run_dir.root / stage))
+    return lines
+
+
+def _is_of_an_ended_measurement(log: RunLog, stage: str) -> bool:
+    """Whether a stage is one of a trial's measurements of which the outcome is known: `student`, `student-2` …"""
+    found = re.fullmatch(r"trials/([^/]+)/student(?:-(\d+))?(?:-init)?", stage)
+    return found is not None and int(found[2] or 1) <= len(log.fold.measured(found[1]))
+
+
+def rank_lines(stage: StageDir) -> list[str]:
+    """A line for each rank by its last heartbeat, the one without progress for longest first; of many ranks the first few."""
+    try:
+        record = json.loads(stage.heartbeats.read_bytes())
+        ranks = sorted(record["ranks"], key=lambda rank: rank["age_s"], reverse=True)
+        lines = [
+            f"  rank {rank['rank']}: {rank['at']}, last progress {_ago(record['time_ms'] - 1e3 * rank['age_s'])}"
+            for rank in ranks[:_MAX_RANKS]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):  # none so far, or another version's
+        return []
+    return lines if len(ranks) <= _MAX_RANKS else [*lines, f"  and {len(ranks) - _MAX_RANKS} ranks with later progress"]
+
+
+def _ago(time_ms: float) -> str:
+    """`12 s ago`, of a unix time."""
+    return f"{max(time.time() - time_ms / 1e3, 0.0):.0f} s ago"
+
+
+def rows_of(result: RunResult) -> list[Row]:
+    """The trials of a result alone, without the log lines between which a step's time may spread."""
+    return [Row.of(row) for row in result.rows]
+
+
+def best_of(result: RunResult, rows: Iterable[Row]) -> Row | None:
+    best = result.best
+    return next((row for row in rows if best is not None and row.id == best.id), None)
+
+
+def value(row: Row, key: str) -> Any:
+    """What a trial has on an axis: `auto` loader workers as the number that they came to."""
+    return row.scale.by_key.get(key, row.params.get(key))
+
+
+def ordered(values: Iterable[Any]) -> list[Any]:
+    """Each value once: numbers by size, then words, among them lists and the None of a point without this key."""
+    found = {repr(item): item for item in values}.values()
+    return sorted(found, key=lambda item: (0, item, "") if isinstance(item, int | float) else (1, 0, str(item)))
+
+
+def axes(rows: Sequence[Row]) -> list[str]:
+    """The keys in which the trials differ, the three of every sweep first."""
+    keys = dict.fromkeys([*SCALE_AXES, *(key for row in rows for key in row.params)])
+    return [key for key in keys if len({repr(value(row, key)) for row in rows}) > 1]
+
+
+def ran(rows: Sequence[Row]) -> list[Row]:
+    """The trials that have a speed."""
+    return [row for row in rows if row.status in ("ok", "stopped") and row.metrics.get("images_per_s")]
+
+
+def ended(rows: Sequence[Row]) -> list[Row]:
+    """The trials that have ended, with a result or without."""
+    return [row for row in rows if row.status not in UNFINISHED]
+
+
+def gpu_s_per_epoch(row: Row) -> float | None:
+    """What an epoch costs: GPU-seconds (slot-seconds where there is no GPU)."""
+    m = row.metrics
+    return float(m.get("gpu_s_per_epoch", m["epoch_s"] * row.scale.num_workers)) if "epoch_s" in m else None

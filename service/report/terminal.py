@@ -1,0 +1,112 @@
+"""What the terminal shows of a run: its tables, what they say, and how to go on; also again and again, until it ends."""
+
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from service.report.records import UNFINISHED, Records, hang_lines, records_of_run, rows_of, running_stage_lines, teacher_lines
+from service.report.seeds import seed_table, seeds_sentence
+from service.report.table import Table
+from service.report.tables import node_table, phase_table, stage_table, sweep_table
+from service.report.winner import command, lead, notes
+from service.runs.result import RunResult
+from service.runs.stored.stored_runs import display_name
+from service.search.rows import probes
+
+WATCH_S = 3.0
+MAX_SHARE = 0.1  # of a core that tables and page may take from the run that is watched
+OTHER_ROWS = 12  # of a screen that are not the table
+
+
+def report_of(records: Records) -> list[RenderableType]:
+    """Everything `distill report` shows of a run directory, finished or not: tables and lines."""
+    result, root = records.result, records.run_dir.root
+    parts = overview(records)
+    if records.is_sweep and result.best:
+        parts += measured(result.best.metrics, f"trial {result.best.id}")
+        parts.append(f"train at that point: {command(records.run_dir, records.log, result.best)}")
+    for stage in result.stages:
+        parts += measured(stage.metrics, f"the {stage.stage}")
+    parts += hang_lines(records.log)
+    if result.status != "complete":
+        parts += running_stage_lines(records)
+    if result.status in ("interrupted", "failed"):
+        parts.append(f"continue it with: distill resume {display_name(root)}")
+    return parts
+
+
+def overview(records: Records, only: Collection[str] | None = None) -> list[RenderableType]:
+    """How a run stands. `only`: as in `sweep_table`."""
+    result, root = records.result, display_name(records.run_dir.root)
+    return [f"{result.kind} {result.name} in {root}: {result.status} {result.reason or ''}".rstrip(), *summary(result, only)]
+
+
+def summary(result: RunResult, only: Collection[str] | None = None) -> list[RenderableType]:
+    """A sweep's trials, its points over several seeds and what they say, or a run's stages; teachers and notices."""
+    if result.trials is not None:
+        tables = [sweep_table(result, rows_of(result), only), seed_table(result)]
+        lines = [*verdict(result), *seeds_sentence(result)]
+    else:
+        tables, lines = [stage_table(result.name, result.stages) if result.stages else None], []
+    return [*filter(None, tables), *lines, *teacher_lines(result), *(f"note: {line}" for line in result.notes)]
+
+
+def verdict(result: RunResult) -> list[str]:
+    """Which configuration won, why, where its step's time goes, and how sure that is."""
+    rows = rows_of(result)
+    return [*lead(result, rows), *notes(result, rows)]
+
+
+def measured(metrics: Mapping[str, float], what: str) -> list[Table]:
+    """Where the time went, and what the nodes did meanwhile."""
+    tables = (phase_table(metrics, f"a step of {what}"), node_table(metrics, f"the hardware under {what}: mean (peak)"))
+    return list(filter(None, tables))
+
+
+def watch(directory: Path, console: Console, html: Path | None) -> Records:
+    """Follow a run until it is no longer running: the tables on the terminal, the page on disk. Returns how it stands then.
+
+    A run whose driver was killed and could not say so counts as interrupted.
+
+    Raises:
+        ExperimentError: no run there, or the page cannot be written.
+        KeyboardInterrupt: the reader has seen enough.
+    """
+    from service.report.page import write_page
+
+    shown = ""
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            began, records = time.monotonic(), records_of_run(directory)
+            if records.result.status != "running":
+                return records
+            if console.is_interactive:
+                parts = [*overview(records, rows_on_screen(records.result, console.height)), *running_stage_lines(records)]
+                live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
+            elif (now := progress(records.result)) != shown:  # in a file: a line for every change
+                console.print(now, soft_wrap=True)
+                shown = now
+            write_page(records, html)
+            time.sleep(max(WATCH_S, (time.monotonic() - began) / MAX_SHARE))
+
+
+def rows_on_screen(result: RunResult, height: int) -> set[str]:
+    """The trials of a sweep that fit on the screen: the best and those that ended last."""
+    ended = [row.id for row in result.rows if row.status not in UNFINISHED]
+    room = max(4, height - OTHER_ROWS)
+    return {*ended[-room:], *([result.best.id] if result.best else [])}
+
+
+def progress(result: RunResult) -> str:
+    """One line on how far a run is."""
+    if result.trials is None:
+        stages = ", ".join(stage.stage for stage in result.stages)
+        return f"{result.name}: {result.status}" + (f", {stages} ended" if stages else "")
+    rows, best = probes(result.rows), result.best
+    ended = sum(row.status not in UNFINISHED for row in rows)
+    best_text = f", best {best.id}: {best.metrics.get('images_per_s', 0.0):,.1f} images/s" if best else ""
+    return f"{result.name}: {ended} of {len(rows)} trials{best_text}"
