@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -36,11 +36,13 @@ def begins(kind: Kind, help_text: str) -> click.Command:
     @OUT
     @CONTINUE
     @ACCEPT_NEW_DATA
+    @click.option("--dry-run", is_flag=True, help="Check data, models and settings, say what would run, and stop.")
     @RUNS_OR_URI
-    def command(
-        recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, continues: bool, accept_new_data: bool, root: Path
-    ) -> None:
-        start_run(kind, recipe_or_file, overrides, out, root, continues=continues, accept_new_data=accept_new_data)
+    def command(recipe_or_file: str, overrides: tuple[str, ...], dry_run: bool, **options: Any) -> None:
+        if dry_run:
+            preview(kind, recipe_or_file, overrides)
+        else:
+            start_run(kind, recipe_or_file, overrides, **options)
 
     return command
 
@@ -107,9 +109,9 @@ def start_run(
     kind: Kind,
     recipe_or_file: str,
     overrides: tuple[str, ...],
+    *,
     out: Path | None,
     root: Path,
-    *,
     continues: bool,
     accept_new_data: bool,
 ) -> None:
@@ -142,6 +144,29 @@ def start_run(
     run_dir = new_run_dir(root, resolved.experiment.name, out)
     begin_run(resolved, kind, run_dir, root, notices)
     run_to_the_end(kind, resolved, run_dir, root, data)
+
+
+def preview(kind: Kind, recipe_or_file: str, overrides: tuple[str, ...]) -> None:
+    """Check an experiment as a run of it begins, and print what would run; nothing is written."""
+    from service.cluster.resources import is_local, local_capacity
+    from service.config.experiment import load
+    from service.runs.plan import Plan
+    from service.sweeps.trials import plan_trials
+    from trainables.errors import first_three
+
+    resolved, data = check_inputs(kind, load(experiment_file(recipe_or_file), overrides))
+    experiment = resolved.experiment
+    if data is not None:
+        classes = f", {len(data.classes)} classes: {first_three(data.classes)}" if data.classes else ""
+        click.echo(f"data: {data.train.num_images:,} training and {data.val.num_images:,} validation images{classes}")
+    if kind == "sweep":
+        click.echo(f"trials: {len(plan_trials(resolved))} by {experiment.sweep.metric}, policy {experiment.sweep.policy}")
+    stages = [(name, experiment.stage(name, Path("/"), {}).model) for name in (*experiment.preparation, "student")]
+    click.echo("stages: " + ", ".join(f"{name} ({model})" for name, model in stages))
+    if is_local() and kind == "train":
+        capacity = local_capacity()
+        click.echo(f"on: {Plan.on(experiment, capacity).describe(capacity)}")
+    click.echo("dry run: nothing was run or written")
 
 
 def check_inputs(kind: Kind, resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:

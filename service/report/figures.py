@@ -5,15 +5,27 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import pandas as pd
 from plotly import express
+from plotly.graph_objects import Figure as Plot
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
 from service.report import labels as names
-from service.report.charts import GREY, MAX_SERIES, PHASE_COLORS, VERMILION, Figure, draw, figure, mark_ticks, reference_line
+from service.report.charts import (
+    GREY,
+    MAX_SERIES,
+    PHASE_COLORS,
+    VERMILION,
+    Figure,
+    draw,
+    figure,
+    mark_ticks,
+    reference_line,
+)
 from service.report.records import Row, axes, gpu_s_per_epoch, ordered, ran, value
 from trainables.metrics.phases import ALL_PHASES
 
 MANY = 40  # trials, above which marks are small
 MAX_LISTED = 12  # values of an axis above which points are not told apart by it: a distribution, not a list
+STUDENT = "student.model"
 OTHERS, BY_SPEED = "other trials", "trial, fastest first"
 
 
@@ -30,6 +42,8 @@ def trial_frame(rows: Sequence[Row], unit: str) -> pd.DataFrame:
             "images/s": row.metrics["images_per_s"],
             "± images/s": (row.error or np.nan) * row.metrics["images_per_s"],
             "s/epoch": row.metrics.get("epoch_s", np.nan),
+            "top-1 %": row.metrics.get("top1_pct", np.nan),
+            "latency ms": row.metrics.get("inference_ms", np.nan),
             f"{unit}-s/epoch": gpu_s_per_epoch(row) or np.nan,
             "data wait %": row.metrics.get("data_pct", np.nan),
             **{f"data {part}": row.metrics.get(f"phase/data_{part}_ms", np.nan) for part in ("min", "p95", "max")},
@@ -165,14 +179,33 @@ def pareto(frame: pd.DataFrame, unit: str, found: Collection[str] = ()) -> Figur
     plot = draw(express.scatter, frame, cost, "images/s", "series", [*counts.values()][:MAX_SERIES], tips=tips, zero=False)
     is_faster = frame["images/s"] > frame["images/s"].cummax().shift(fill_value=0.0)
     front = frame[frame["trial"].isin(list(found)) if found else is_faster]
-    plot.add_scatter(
-        x=front[cost],
-        y=front["images/s"],
-        name="the search's front" if found else "nothing is faster and cheaper",
-        mode="lines+markers",
-        line={"color": GREY, "shape": "hv", "dash": "dot", "width": 2},
-        marker={"size": 16, "symbol": "circle-open"},
-        hoverinfo="skip",
-    )
+    mark_front(plot, front[cost], front["images/s"], "the search's front" if found else "nothing is faster and cheaper")
     caption = f"Up is faster, left is cheaper. On the front: {'; '.join(front['point'][:4])}{' …' if len(front) > 4 else ''}."
     return figure("pareto", "Speed against cost", caption, plot, front[["trial", "point", "images/s", cost, "s/epoch"]])
+
+
+def accuracy_latency(frame: pd.DataFrame, rows: Sequence[Row]) -> Figure | None:
+    """Accuracy against the latency of trained students, where a sweep has several. `frame`: that of the rows."""
+    if STUDENT not in axes(rows):
+        return None
+    frame = frame.dropna(subset=["top-1 %", "latency ms"]).sort_values(["latency ms", "top-1 %"], ascending=[True, False])
+    if len(frame) < 2:
+        return None
+    frame["series"] = [str(value(row, STUDENT)) for row in map({row.id: row for row in rows}.__getitem__, frame["trial"])]
+    plot = draw(express.scatter, frame, "latency ms", "top-1 %", "series", tips=("trial", "point"), zero=False)
+    front = frame[frame["top-1 %"] > frame["top-1 %"].cummax().shift(fill_value=-1.0)]
+    mark_front(plot, front["latency ms"], front["top-1 %"], "nothing is more accurate and faster")
+    return figure(
+        "latency",
+        "Accuracy against latency",
+        "Up is more accurate, left is faster: a forward pass on one image, on the device that trained the student. "
+        f"On the front: {', '.join(front['series'])}.",
+        plot,
+        frame[["trial", "series", "top-1 %", "latency ms", "images/s"]],
+    )
+
+
+def mark_front(plot: Plot, x: pd.Series, y: pd.Series, name: str) -> None:
+    """Circle the points of a front and join them by steps."""
+    line, marker = {"color": GREY, "shape": "hv", "dash": "dot", "width": 2}, {"size": 16, "symbol": "circle-open"}
+    plot.add_scatter(x=x, y=y, name=name, mode="lines+markers", line=line, marker=marker, hoverinfo="skip")

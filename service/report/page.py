@@ -68,6 +68,7 @@ def sweep_page(records: Records) -> Page:
             "Speed over each axis": [figures.over_axis(frame, points, best, key, unit) for key in axes(points) if best],
             "Where the time goes": [figures.phases(frame.rename(columns={"trial": BY_SPEED}), BY_SPEED), figures.waits(frame)],
             "Scaling and cost": [figures.efficiency(frame, best, unit) if best else None, figures.pareto(frame, unit, front)],
+            "Accuracy and latency": [figures.accuracy_latency(frame, points)],
             "Over time": over_time(records),
         },
         facts_of(best.metrics) if best else {},

@@ -97,10 +97,11 @@ class Plan:
         kind = "GPU" if self.use_gpu else "CPU"
         auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
         stages = f" ({scale.num_replicas} × {scale.pipeline_stages} pipeline stages)" if scale.pipeline_stages > 1 else ""
+        loaders = f"{self.loader_workers} loader worker{'s' * (self.loader_workers != 1)}{auto}"
         fewest = f"{scale.min_workers} to " if scale.min_workers is not None else ""
         line = (
             f"{fewest}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "
-            f"{self.loader_workers} loader workers{auto}, global batch {self.experiment.data.global_batch_size}, "
+            f"{loaders}, global batch {self.experiment.data.global_batch_size}, "
             f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) != 1 else ''}"
         )
         if cluster.autoscaled:

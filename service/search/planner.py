@@ -1,8 +1,8 @@
 """Which point of a sweep to probe next, so that the best one is found for little GPU time.
 
-What is known of every point is a set of joint draws: the physical model with parameters as the measurements leave them possible,
-plus a smooth error of that model. A point's chance to be better, the expected gain of a probe and the bound on what is left are
-counts and means over these draws. Nothing here knows who runs a probe.
+The posterior over all points is a set of joint draws: the physical model with parameters as the measurements leave them
+possible, plus a smooth error of that model. A point's chance to be better, the expected gain of a probe and the bound on what is
+left are counts and means over these draws. Nothing here knows who runs a probe.
 
 Shapes: M points, U those that were measured, S draws.
 """
@@ -10,7 +10,6 @@ Shapes: M points, U those that were measured, S draws.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,76 +27,56 @@ from service.search.points import (
     identity,
     relative_error,
 )
-from service.search.step_time import UNKNOWN_NOISE, Measured, StepTime, step_times
+from service.search.step_time import Measured, StepTime, step_times
 
 Rows = NDArray[np.int_]
 METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1, "pareto": 0}  # power of num_workers in what one image costs
 DRAWS = 256
 DOUBT = 0.1  # probability of a better point at which a search ends; the bound is the interval of 1 - DOUBT
-BUDGET_GRID_SHARE = 0.45  # of a lean grid, where the user sets no budget
+BUDGET_GRID_SHARE = 0.35  # of a lean grid, where the user sets no budget
+SMALL_GRID_SHARE, SMALL_GRID_POINTS = 0.6, 50  # of a grid of up to so many points, where starts cost more than probes
 RESERVE = 0.15  # of the budget, for measuring the leading points again
 GRID_STEPS = 40  # steps past the warm-up that a lean grid measures of each point
 OOM_S = 5.0  # until a batch that does not fit says so
 MIN_STEPS, STOP_ERROR = 8, 0.05  # a probe ends once its mean is known so well (95%)
-MIN_REPEAT_STEPS, REPEAT_ERROR = 16, 0.02  # one of a known point
 BEHIND_ERROR = 0.25  # of how far a point is behind the best one: so well is enough
 PREFETCH = 2  # batches that a loader worker has ready
 LOADING = 0.25  # share of the step that loading takes, from which on it matters what was ready
-FORM_SD, FORM_WEIGHT = 0.05, 4.0  # of the model's own error: before anything is measured, and how many points that counts for
+FORM_SD, FORM_WEIGHT = 0.1, 4.0  # of the model's own error: before anything is measured, and how many points that counts for
 OCTAVES = np.array([[1.5], [1.5], [1.0]])  # of workers, batch, loader workers: how far the model's error stays the same
-SMOOTH, OF_BATCH, OWN = 0.5, 0.25, 0.25  # shares of its variance: smooth, of one batch a worker, of a point alone
+SMOOTH, OF_BATCH, OWN = 0.65, 0.25, 0.1  # shares of its variance: smooth, of one batch a worker, of a point alone
 REPEAT_SD = 0.01  # relative difference of two measurements of one point that their steps do not show
-UNLIKE_LOSS, UNLIKE_SHARE = 0.4, 0.1  # values are tried that are expected to lose so much (log), up to this share of a lean grid
-LEADERS, MIN_REPEATS, MAX_REPEATS = 5, 2, 5  # points that are measured again at the end, and how often at least and at most
-EQUAL_LOSS, LEADER_CHANCE = 0.005, 0.05  # expected loss below which leaders are equal; a leader is the best so likely
+CHECK_LOSS = 0.4  # the model is checked at points that are expected to lose so much, in logarithms
+CHECK_SHARE = 0.1  # for up to this share of a lean grid
+LEADERS, NUM_REPEATED = 5, 3  # measured points that may lead, and those of them that are measured at least twice
+MAX_REPEATS = 4  # measurements of one point
+LEADER_CHANCE = 0.03  # a leader is better than the best by more than the tolerance so likely
 USABLE_MEMORY = 0.985  # of a GPU's: what a batch may take
+OTHER_KIND = 0.4  # chance of a batch to fit that ran out of memory with another value of an extra key
+SLOWED = 1.25  # a measurement so far from the point's median is another load's
 MAX_FAILED_OF_VALUE = 3  # points that failed, none that ran: all others with that value are out
+RAN_OUT_OF_MEMORY, HAS_NO_ROOM = 1e2, 1e3  # handicaps of measured points: the best is none of these while there is another
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """What is known of one point."""
+class Posterior:
+    """What the measurements say of every point. Costs are logarithms of seconds of an image, or of GPU-seconds."""
 
-    point: Point
-    step_s: float
-    sd: float  # of the step, relative
-    measured: bool
-
-
-@dataclass(frozen=True)
-class Belief:
-    """What the measurements say of every point."""
-
-    model: StepTime
     form_sd: float
     step_SM: Array  # joint draws of the logarithm of the seconds of a step
-    cost_SM: Array  # and of the cost: seconds of an image, or GPU-seconds
+    step_s_M: Array
+    cost_SM: Array
+    cost_M: Array
+    ahead_SM: Array  # how much better each point is than its incumbent, in the draws in which it can run
     loading_M: Array  # what loading takes, over everything else
-    rows_U: Rows
-    penalty_UM: Array  # what a measured point's cost counts more beside each point, in logarithms
+    leading_U: Rows  # measured points, the best one first
+    incumbent_M: Rows  # the measured point that each one has to beat
+    to_beat_M: Array  # and its cost; on a front that of workers which there are more or fewer of
 
-    @cached_property
-    def cost_M(self) -> Array:
-        return np.asarray(self.cost_SM.mean(axis=0))
-
-    @cached_property
-    def step_s_M(self) -> Array:
-        return np.asarray(np.exp(self.step_SM.mean(axis=0)))
-
-    @cached_property
-    def incumbent_M(self) -> Rows:
-        """Row of the measured point that each one has to beat."""
-        return np.asarray(self.rows_U[self._index_M])
-
-    @cached_property
-    def ahead_SM(self) -> Array:
-        """Draws of how much better each point is than its incumbent, in logarithms."""
-        penalty_M = self.penalty_UM[self._index_M, np.arange(len(self._index_M))]
-        return np.asarray(self.cost_SM[:, self.incumbent_M] + penalty_M - self.cost_SM)
-
-    @cached_property
-    def _index_M(self) -> Rows:
-        return np.asarray(np.argmin(self.cost_M[self.rows_U][:, None] + self.penalty_UM, axis=0))
+    @property
+    def best(self) -> int:
+        """Of the measured points that are as good within the tolerance, one whose peak leaves memory to spare."""
+        return int(self.leading_U[0])
 
 
 class Planner:
@@ -149,23 +128,24 @@ class Planner:
         self.history: list[tuple[int, Observation]] = []
         self.pending: list[int] = []
         self._why = "nothing was measured yet"
-        self._belief: tuple[int, Belief] | None = None
-        rng, every_M = np.random.default_rng(seed), np.arange(len(self.points))
+        self._posterior: tuple[int, Posterior] | None = None
+        rng = np.random.default_rng(seed)
         self._seed, self._luck_S1 = seed, rng.random((DRAWS, 1))
-        self._similar_MM = self._similarity(every_M)
-        root_MM = np.linalg.cholesky(self._similar_MM + 1e-8 * np.eye(len(every_M)))
-        self._error_SM = rng.standard_normal((DRAWS, len(every_M))) @ root_MM.T
+        self._similar_MM = self._similarity()
+        root_MM = np.linalg.cholesky(self._similar_MM + 1e-8 * np.eye(len(self.points)))
+        self._error_SM = rng.standard_normal((DRAWS, len(self.points))) @ root_MM.T
 
-    def _similarity(self, rows_U: Rows) -> Array:
+    def _similarity(self) -> Array:
         """Correlation of the model's errors: Matérn 3/2 in octaves of each axis, less across categories; one batch; one point."""
         layout = self.layout
         axes = np.log2(np.stack([layout.workers_M, layout.batch_M, layout.threads_M + 1])) / OCTAVES
-        square_MU = ((axes[:, :, None] - axes[:, None, rows_U]) ** 2).sum(axis=0)
-        square_MU += 0.5 * (layout.member_KM[:, :, None] != layout.member_KM[:, None, rows_U]).sum(axis=0)
-        distance_MU = np.sqrt(3 * square_MU)
-        same_batch_MU = np.equal.outer(layout.batch_M, layout.batch_M[rows_U])
-        own_MU = np.equal.outer(np.arange(len(self.points)), rows_U)
-        return np.asarray(SMOOTH * (1 + distance_MU) * np.exp(-distance_MU) + OF_BATCH * same_batch_MU + OWN * own_MU)
+        square_MM = ((axes[:, :, None] - axes[:, None]) ** 2).sum(axis=0)
+        square_MM += 0.5 * (layout.member_KM[:, :, None] != layout.member_KM[:, None]).sum(axis=0)
+        distance_MM = np.sqrt(3 * square_MM)
+        smooth_MM = (1 + distance_MM) * np.exp(-distance_MM)
+        return np.asarray(
+            SMOOTH * smooth_MM + OF_BATCH * np.equal.outer(layout.batch_M, layout.batch_M) + OWN * np.eye(len(axes[0]))
+        )
 
     # What was measured
 
@@ -190,21 +170,26 @@ class Planner:
     def _ended(self, *statuses: str) -> list[int]:
         return [row for row, one in self.history if one.status in statuses]
 
-    def _joined(self, row: int) -> tuple[Observation, int]:
-        """A point's measurements as one, and how many: the longer ones, without those in which others clearly slowed it down."""
+    def _joined(self, row: int) -> tuple[Observation, float]:
+        """A point's measurements as one, and the relative error that their steps do not show.
+
+        Short ones do not count where there are longer ones, nor those far from the median: another job came or went.
+        """
         found = [one for at, one in self.history if (at, one.status) == (row, "ok")]
         longest = max(len(one.steps_s) for one in found)
         found = [replace(one, steps_s=self._settled(row, one.steps_s)) for one in found if 2 * len(one.steps_s) >= longest]
-        means = [float(np.mean(one.steps_s)) for one in found]
-        errors = [min(relative_error(one.steps_s), UNKNOWN_NOISE) for one in found]
-        least = 1.02 * min(mean * (1 + 2 * error) for mean, error in zip(means, errors, strict=True))
-        alone = [one for one, mean, error in zip(found, means, errors, strict=True) if mean * (1 - 2 * error) <= least]
+        means_U = np.array([np.mean(one.steps_s) for one in found])
+        alone_U = np.abs(np.log(means_U / np.median(means_U))) <= math.log(SLOWED)
+        alone_U |= ~alone_U.any()  # two that differ by more are both as likely
+        alone = [one for one, is_alone in zip(found, alone_U, strict=True) if is_alone]
+        spread = max(REPEAT_SD, np.log(means_U[alone_U]).std(ddof=1) if len(alone) > 1 else 0.0)
         phases_s = {name: float(np.mean([one.phases_s.get(name, 0.0) for one in alone])) for name in alone[0].phases_s}
-        return Observation("ok", [step_s for one in alone for step_s in one.steps_s], phases_s), len(alone)
+        steps_s = [step_s for one in alone for step_s in one.steps_s]
+        return Observation("ok", steps_s, phases_s), spread / math.sqrt(len(alone))
 
-    def _settled(self, row: int | None, steps_s: Sequence[float]) -> Sequence[float]:
+    def _settled(self, row: int, steps_s: Sequence[float]) -> Sequence[float]:
         """Without the steps that lived on batches loaded before the probe, where these were faster."""
-        ready = PREFETCH * int(self.layout.threads_M[row]) if row is not None else 0
+        ready = PREFETCH * int(self.layout.threads_M[row])
         if 0 < ready <= len(steps_s) - MIN_STEPS and np.mean(steps_s[ready:]) > 1.05 * np.mean(steps_s[:ready]):
             return steps_s[ready:]
         return steps_s
@@ -213,36 +198,35 @@ class Planner:
 
     def chances(self) -> Array:
         """The probability that each point can run, in the order of `points`; 0: it is left out."""
-        chance_M = self._chance_to_fit()
-        failed = self._ended("failed")
+        chance_M, lost_M, failed = self._chance_to_fit(), self._without_room_M(), self._ended("failed")
         for row in failed:
             chance_M[row] *= 0.7 if failed.count(row) == 1 else 0.0
-        chance_M[self._broken_M() | self._without_room()] = 0.0
-        ran_M = np.zeros(len(self.points), dtype=bool)
-        ran_M[self._ended("ok")] = True
-        chance_M[ran_M & ~self._without_room()] = 1.0
-        return chance_M
+        chance_M[self._broken_M()] = 0.0
+        chance_M[[row for row in self.measured_rows if row not in self._ended("oom")]] = 1.0
+        return np.where(lost_M, 0.0, chance_M)
 
     def _chance_to_fit(self) -> Array:
-        """No batch a GPU as large as one of its kind that ran out of memory; less likely the further beyond those that ran.
+        """No batch a GPU as large as one of its kind that ran out of memory; less likely the further beyond the largest that ran.
 
-        The peak grows at most in proportion to the batch.
+        A peak is a fixed part and one that grows with the batch; until two batches ran, their shares are unknown.
         """
         batch_M, chance_M = self.layout.batch_M, np.ones(len(self.points))
-        for kind in np.unique(self._kind_M[[row for row, _ in self.history]]) if self.history else ():
-            sure, refused = 0.0, math.inf
-            for row, one in self.history:
-                if self._kind_M[row] == kind and one.status == "ok":
-                    room = (
-                        USABLE_MEMORY * one.gpu_memory_mib / one.peak_memory_mib
-                        if one.gpu_memory_mib and one.peak_memory_mib
-                        else math.inf  # a CPU, or not recorded: only an error of memory says something
-                    )
-                    sure = max(sure, batch_M[row] * max(room, 1.0))
-                elif self._kind_M[row] == kind and one.status == "oom":
-                    refused = min(refused, batch_M[row])
-            fits_M = np.minimum(1.0, sure / batch_M) if sure else np.ones_like(batch_M)
-            chance_M = np.where(self._kind_M == kind, np.where(batch_M >= refused, 0.0, fits_M), chance_M)
+        refused_anywhere = min(batch_M[self._ended("oom")], default=math.inf)
+        for kind in np.unique(self._kind_M):
+            is_kind_M = self._kind_M == kind
+            ended = [(batch_M[row], one.status, one.room) for row, one in self.history if is_kind_M[row]]
+            refused = min((batch for batch, status, _ in ended if status == "oom"), default=math.inf)
+            ran = [(batch, room) for batch, status, room in ended if status == "ok"]
+            if not ran:
+                chance_M[is_kind_M & (batch_M >= refused_anywhere)] = OTHER_KIND
+            elif (peak := 1 / max(ran)[1]) > 0:
+                smallest, largest = min(ran), max(ran)
+                growth, power = peak, 1  # of the peak, were the batch twice as large: at most
+                if smallest[0] < largest[0]:
+                    growth, power = max((peak - 1 / smallest[1]) / (1 - smallest[0] / largest[0]), 1e-3), 6
+                spare = max((USABLE_MEMORY - peak) / growth, 0.01)
+                chance_M[is_kind_M] = (spare / np.maximum(batch_M[is_kind_M] / largest[0] - 1, spare)) ** power
+            chance_M[is_kind_M & (batch_M >= refused)] = 0.0
         return chance_M
 
     def _broken_M(self) -> Flags:
@@ -253,7 +237,7 @@ class Planner:
         count_V = having_VM[:, failed].sum(axis=1)
         return np.asarray(having_VM[(count_V >= MAX_FAILED_OF_VALUE) & ~having_VM[:, ran].any(axis=1)].any(axis=0))
 
-    def _without_room(self) -> Flags:
+    def _without_room_M(self) -> Flags:
         """Points that need at least as many workers and loader workers as one that had no room, unless one of them ran later.
 
         Where two had none, those with as many workers as both of them are out, whatever their loader workers.
@@ -298,15 +282,19 @@ class Planner:
             group = workers or group
         return spent
 
-    def _probe_gpu_s_M(self, step_s_M: Array, group: float | None, steps: float) -> Array:
+    def _probe_gpu_s_M(self, step_s_M: Array, group: float | None) -> Array:
+        """What a probe as long as the last ones would take."""
         start_M = np.where(self.layout.workers_M == group, 0.0, self.start_s)
-        return np.asarray(self.layout.workers_M * (start_M + self.setup_s + (self._warmup_steps + steps) * step_s_M))
+        steps = [MIN_STEPS, *(len(one.steps_s) for _, one in self.history if one.status == "ok")]
+        steps_M = np.full(len(self.points), np.mean(steps[-8:]))
+        steps_M[self.measured_rows] = self.max_steps
+        return np.asarray(self.layout.workers_M * (start_M + self.setup_s + (self._warmup_steps + steps_M) * step_s_M))
 
     @property
     def grid_gpu_s(self) -> float:
         """GPU-seconds of a lean grid: every point once and briefly, those with as many workers on one start."""
         steps = self._warmup_steps + min(GRID_STEPS, self.max_steps)
-        each_M = self.layout.workers_M * (self.setup_s + steps * self.belief().step_s_M)
+        each_M = self.layout.workers_M * (self.setup_s + steps * self.posterior().step_s_M)
         return float(np.unique(self.layout.workers_M).sum() * self.start_s + (self.chances() * each_M).sum())
 
     @property
@@ -314,36 +302,71 @@ class Planner:
         """What the search may cost."""
         if self._budget_gpu_s is not None:
             return self._budget_gpu_s
-        return (self._grid_share or BUDGET_GRID_SHARE) * self.grid_gpu_s
+        usual = max(BUDGET_GRID_SHARE, min(SMALL_GRID_SHARE, SMALL_GRID_SHARE * SMALL_GRID_POINTS / len(self.points)))
+        return (self._grid_share or usual) * self.grid_gpu_s
 
     # What is known
 
-    def belief(self) -> Belief:
+    def posterior(self) -> Posterior:
         """What the measurements say of every point. Needs a point that ran."""
-        if self._belief is None or self._belief[0] != len(self.history):
-            self._belief = len(self.history), self._believed()
-        return self._belief[1]
+        if self._posterior is None or self._posterior[0] != len(self.history):
+            self._posterior = len(self.history), self._fit()
+        return self._posterior[1]
 
-    def _believed(self) -> Belief:
+    def _fit(self) -> Posterior:
         rows_U, layout, rng = np.array(self.measured_rows, dtype=int), self.layout, np.random.default_rng([self._seed, 1])
         joined = [self._joined(row) for row in rows_U]
         measured = Measured.of(layout.take(rows_U), [one for one, _ in joined])
-        noise_U = np.sqrt(measured.noise_O**2 + REPEAT_SD**2 / np.array([count for _, count in joined]))
+        measured = replace(measured, logs_3O=measured.logs_3O + self._drift_U(rows_U, measured.logs_3O[0]))
+        noise_U = np.hypot(measured.noise_O, [error for _, error in joined])
         model = self._prior.fitted(measured)
         form_sd = _form_sd(model, measured)
-        if form_sd > FORM_SD:
-            model = self._prior.fitted(measured, form_sd)
         # Draws of the model and its error before the measurements, moved by what these say (Matheron's rule).
         step_SM = np.log(step_times(model.draws(DRAWS, rng), layout).step) + form_sd * self._error_SM
         away_SU = measured.logs_3O[0] + noise_U * rng.standard_normal((DRAWS, len(rows_U))) - step_SM[:, rows_U]
         among_UU = form_sd**2 * self._similar_MM[np.ix_(rows_U, rows_U)] + np.diag(noise_U**2)
         step_SM = step_SM + away_SU @ np.linalg.solve(among_UU, form_sd**2 * self._similar_MM[rows_U])
-        behind_UM = np.maximum(np.log(layout.workers_M[rows_U])[:, None] - np.log(layout.workers_M), 0.0)
-        penalty_UM, lost_U = behind_UM * self._along_front, self._without_room()[rows_U]
-        if not lost_U.all():
-            penalty_UM[lost_U] = np.inf
+        cost_SM = step_SM + self._offset_M
+        cost_M = cost_SM.mean(axis=0)
+        handicap_U = cost_M[rows_U] + self._handicap_M()[rows_U]
+        behind_UM = np.maximum(np.log(layout.workers_M[rows_U])[:, None] - np.log(layout.workers_M), 0.0) * self._along_front
+        index_M = np.argmin(handicap_U[:, None] + behind_UM, axis=0)
+        incumbent_M, behind_M = rows_U[index_M], behind_UM[index_M, np.arange(len(index_M))]
+        ahead_SM = np.where(self.chances() > self._luck_S1, cost_SM[:, incumbent_M] + behind_M - cost_SM, -np.inf)
         times = step_times(model.mean_P, layout)
-        return Belief(model, form_sd, step_SM, step_SM + self._offset_M, times.supply / times.work, rows_U, penalty_UM)
+        return Posterior(
+            form_sd=form_sd,
+            step_SM=step_SM,
+            step_s_M=np.exp(step_SM.mean(axis=0)),
+            cost_SM=cost_SM,
+            cost_M=cost_M,
+            ahead_SM=ahead_SM,
+            loading_M=times.supply / times.work,
+            leading_U=rows_U[np.argsort(handicap_U, kind="stable")],
+            incumbent_M=incumbent_M,
+            to_beat_M=cost_M[incumbent_M] + behind_M,
+        )
+
+    def _drift_U(self, rows_U: Rows, logs_U: Array) -> Array:
+        """What a point's short and only probe is corrected by: how far those of others were off their full measurements.
+
+        In a short one GPUs are cool and queues are full; and another user of the cluster may have come or gone.
+        """
+        firsts = [next(one.steps_s for at, one in self.history if (at, one.status) == (row, "ok")) for row in rows_U]
+        short_U = np.array([len(steps_s) < self.max_steps for steps_s in firsts])
+        again_U = np.array([self._ended("ok").count(row) > 1 for row in rows_U])
+        off_U = (logs_U - np.log([np.mean(steps_s) for steps_s in firsts]))[short_U & again_U]
+        return np.where(short_U & ~again_U, off_U.sum() / (1 + len(off_U)), 0.0)
+
+    def _handicap_M(self) -> Array:
+        """What counts against a measured point, in logarithms."""
+        handicap_M = np.where(self._without_room_M(), HAS_NO_ROOM, 0.0)
+        for row, one in self.history:
+            if one.status == "oom":
+                handicap_M[row] += RAN_OUT_OF_MEMORY
+            elif one.room < 1 / (1 - SPARE_MEMORY):
+                handicap_M[row] = max(handicap_M[row], math.log1p(self.tolerance) / 2)
+        return handicap_M
 
     # What to do next
 
@@ -363,100 +386,100 @@ class Planner:
         chance_M, open_M = self.chances(), np.ones(len(self.points), dtype=bool)
         open_M[[*self.measured_rows, *self.pending]] = False
         untested, open_M = bool(open_M.any()), open_M & (chance_M > 0)
-        if self._without_room()[self.measured_rows].all() and open_M.any():
+        lost = bool(self._without_room_M()[self.measured_rows].all())
+        if lost and open_M.any():
             small_M = open_M & (self.layout.batch_M <= np.median(self.layout.batch_M[open_M]))
-            gpu_s_M = (
-                self._probe_gpu_s_M(step_times(self._prior.mean_P, self.layout).step, group, MIN_STEPS)
-                / np.maximum(chance_M, 1e-3) ** 8
-            )
+            step_s_M = step_times(self._prior.mean_P, self.layout).step
+            gpu_s_M = self._probe_gpu_s_M(step_s_M, group) / np.maximum(chance_M, 1e-3) ** 8
             row = int(np.argmin(np.where(small_M, gpu_s_M, np.inf)))
-            return row, f"{self._name(row)} is cheap, and the first of all"
+            nothing_runs = "no measured point can run any more" if self.measured_rows else "nothing has run yet"
+            return row, f"{nothing_runs}, and {self._name(row)} is cheap to try"
         if not self.measured_rows:
             return None, "no point is left that can run"
-        belief, ran = self.belief(), [len(one.steps_s) for _, one in self.history if one.status == "ok"]
-        gpu_s_M, left_gpu_s = (
-            self._probe_gpu_s_M(belief.step_s_M, group, float(np.mean(ran[-8:]))),
-            self.budget_gpu_s - self.spent_gpu_s,
-        )
-        affordable_M = open_M & (gpu_s_M < left_gpu_s - RESERVE * self.budget_gpu_s)
-        best, tolerance = self._name(self._best()), self.tolerance
-        better = float((self._ahead_SM()[:, open_M] > math.log1p(tolerance)).any(axis=1).mean()) if open_M.any() else 0.0
-        if better > DOUBT and affordable_M.any():
-            gain_M = np.maximum(self._ahead_SM(), 0.0).mean(axis=0)
+        known, best, tolerance = self.posterior(), self._name(self.posterior().best), self.tolerance
+        gpu_s_M = self._probe_gpu_s_M(known.step_s_M, group)
+        budget_gpu_s = self.budget_gpu_s
+        left_gpu_s = budget_gpu_s - self.spent_gpu_s - float(gpu_s_M[self.pending].sum())
+        affordable_M = open_M & (gpu_s_M < left_gpu_s - RESERVE * budget_gpu_s)
+        if self._better(affordable_M) > DOUBT:
+            gain_M = np.maximum(known.ahead_SM, 0.0).mean(axis=0)
             row = int(np.argmax(np.where(affordable_M, gain_M / gpu_s_M, -1.0)))
-            return row, f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {self._name(int(belief.incumbent_M[row]))}"
-        early_M = affordable_M & (
-            self.spent_gpu_s + gpu_s_M < (UNLIKE_SHARE + max(belief.form_sd - FORM_SD, 0)) * self.grid_gpu_s
-        )
-        if better <= DOUBT and (unlike := self._unlike(early_M, gpu_s_M)) is not None:
-            return unlike, f"{self._name(unlike)} has a value that was not measured near {best}"
+            return row, f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {self._name(int(known.incumbent_M[row]))}"
+        if (check := self._check(affordable_M, gpu_s_M, left_gpu_s)) is not None:
+            return check, f"{self._name(check)} is measured to check what is predicted near {best}"
+        leader = self._leader(gpu_s_M < left_gpu_s, group)
+        if leader is not None:
+            return leader, f"{self._name(leader)} is measured again: it may be the best"
+        better = self._better(open_M)
         if not open_M.any():
             ends = f"every point{' that is expected to run' if untested else ''} was measured"
         elif better > DOUBT:
             ends = f"the budget is spent; an untested point is more than {tolerance:.1%} better than {best} with {better:.0%}"
         else:
             ends = f"no untested point is more than {tolerance:.1%} better than {best}, with a probability of {1 - better:.0%}"
-        if self._without_room()[belief.rows_U].all():
-            return None, f"{ends}; no measured point can run on the nodes that are left"
-        leader = self._leader(self._probe_gpu_s_M(belief.step_s_M, group, self.max_steps) < left_gpu_s)
-        if leader is None:
-            return None, ends + self._lead()
-        return leader, f"{self._name(leader)} is measured again: it may be the best"
+        return None, f"{ends}; no measured point can run on the nodes that are left" if lost else ends + self._lead()
 
-    def _ahead_SM(self) -> Array:
-        """How much better each point is than its incumbent, in the draws in which it can run."""
-        return np.where(self.chances() > self._luck_S1, self.belief().ahead_SM, -np.inf)
+    def _better(self, which_M: Flags) -> float:
+        """The probability that one of these points is better than its incumbent by more than the tolerance."""
+        return float((self.posterior().ahead_SM[:, which_M] > math.log1p(self.tolerance)).any(axis=1).mean())
 
-    def _unlike(self, open_M: Flags, gpu_s_M: Array) -> int | None:
-        """A cheap one of the best points with a value that none has: a number of workers, or with the best one's workers another
-        batch or number of loader workers, or with its batch too a value of an extra key."""
-        belief, workers_M, best = self.belief(), self.layout.workers_M, self._best()
-        tried_M = np.zeros(len(self.points), dtype=bool)
-        tried_M[[*self.measured_rows, *self.pending]] = True
-        here_M = workers_M == workers_M[best]
-        alike_M = here_M & (self.layout.batch_M == self.layout.batch_M[best])
-        sides = [(workers_M, np.ones_like(here_M)), (self.layout.threads_M, here_M), (self.layout.batch_M, here_M)]
+    def _check(self, open_M: Flags, gpu_s_M: Array, left_gpu_s: float) -> int | None:
+        """The best one of the points that would show an error of the model, or another user of the cluster; None: none is left.
+
+        Those have a number of workers that none has, with the best point's batch; or with its workers another batch or number
+        of loader workers, or with its batch too another value of an extra key. Values next to its own are tried however bad
+        they are expected to be. After them comes the best one of each number of workers, again.
+        """
+        known, layout, tries = self.posterior(), self.layout, self._ended("ok", "failed", "oom")
+        workers_M, batch_M, best = layout.workers_M, layout.batch_M, known.best
+        tried_M = np.isin(np.arange(len(self.points)), [*self.measured_rows, *self.pending])
+        here_M, alike_M = workers_M == workers_M[best], batch_M == batch_M[best]
+        same_M = alike_M | (batch_M * workers_M == batch_M[best] * workers_M[best])
+        doubt = max(known.form_sd - FORM_SD, 0.0)
+        may_lead_M = known.cost_M <= known.cost_M[best] + CHECK_LOSS + 2 * doubt
         new_M = np.zeros_like(here_M)
-        for values_M, side_M in (*sides, *((values_M, alike_M) for values_M in self.layout.member_KM)):
-            new_M |= side_M & ~np.isin(values_M, values_M[side_M & tried_M])
-        cost_M = np.where(open_M & new_M, belief.cost_M, np.inf)
-        if cost_M.min() > belief.cost_M[belief.rows_U].min() + UNLIKE_LOSS + 2 * max(belief.form_sd - FORM_SD, 0):
-            return None
-        return int(np.argmin(np.where(cost_M < cost_M.min() + 0.1, gpu_s_M, np.inf)))
+        sides = [(workers_M, same_M), (layout.threads_M, here_M), (batch_M, here_M)]
+        for values_M, side_M in (*sides, *((values_M, here_M & alike_M) for values_M in layout.member_KM)):
+            options = np.unique(values_M[side_M & (open_M | tried_M)])
+            at = int(np.searchsorted(options, values_M[best]))
+            near_M = np.isin(values_M, options[max(at - 1, 0) : at + 2])
+            new_M |= side_M & (near_M | may_lead_M) & ~np.isin(values_M, values_M[side_M & tried_M])
+        best_of = {workers_M[row]: row for row in reversed(known.leading_U.tolist())}.values()
+        again_M = np.isin(np.arange(len(self.points)), [row for row in best_of if tries.count(row) == 1]) & may_lead_M
+        again_M[self.pending] = False
+        again_M &= self.chances() > 0
+        is_affordable_M = gpu_s_M < min(left_gpu_s, (CHECK_SHARE + doubt) * self.grid_gpu_s - self.spent_gpu_s)
+        for which_M in (new_M & open_M & is_affordable_M, again_M & is_affordable_M):
+            if which_M.any():
+                return int(np.argmin(np.where(which_M, known.cost_M, np.inf)))
+        return None
 
-    def _leaders(self) -> tuple[list[int], Array]:
-        """The best measured points that can still run, the best first, and the probability of each to be the best of them."""
-        belief = self.belief()
-        rows = sorted(self._eligible(), key=lambda row: belief.cost_M[row])[:LEADERS]
-        return rows, np.bincount(np.argmin(belief.cost_SM[:, rows], axis=1), minlength=len(rows)) / DRAWS
-
-    def _eligible(self) -> list[int]:
-        """The measured points that can still run and never ran out of memory; where there is none, all that can still run."""
-        lost_M, out_of_memory = self._without_room(), set(self._ended("oom"))
-        rows = [row for row in self.belief().rows_U.tolist() if not lost_M[row]] or self.belief().rows_U.tolist()
-        return [row for row in rows if row not in out_of_memory] or rows
-
-    def _leader(self, affordable_M: Flags) -> int | None:
-        """One of the leading points, to measure again in turn; None: the best one was, and no other may be as good."""
-        rows, wins = self._leaders()
-        tries, cost_SL = self._ended("ok", "failed", "oom"), self.belief().cost_SM[:, rows]
-        loss = float((cost_SL[:, :1] - cost_SL).max(axis=1).mean())
-        close = [row for row, win in zip(rows, wins, strict=True) if win > LEADER_CHANCE or row == rows[0]]
-        if tries.count(rows[0]) < MIN_REPEATS:
-            close = rows[:1]
-        elif loss <= EQUAL_LOSS or len(close) < 2:
-            return None
+    def _leader(self, affordable_M: Flags, group: float | None) -> int | None:
+        """One of the leading points, to measure again in turn; None: no other may be better by more than the tolerance."""
+        known, tries = self.posterior(), self._ended("ok", "failed", "oom")
+        rows = self._leading()
+        better_SL = known.cost_SM[:, [known.best]] - known.cost_SM[:, rows] > math.log1p(self.tolerance)
+        close = [row for row in rows[:NUM_REPEATED] if tries.count(row) < 2]
+        if not close and better_SL.any(axis=1).mean() > DOUBT:
+            chances = better_SL.mean(axis=0)
+            close = [row for row, chance in zip(rows, chances, strict=True) if chance > LEADER_CHANCE or row == known.best]
         close = [row for row in close if row not in self.pending and affordable_M[row] and tries.count(row) < MAX_REPEATS]
-        return min(close, key=tries.count, default=None)
+        return min(close, key=lambda row: (tries.count(row), self.layout.workers_M[row] != group), default=None)
+
+    def _leading(self) -> list[int]:
+        """The best measured points that can run, the best one first."""
+        known, chance_M = self.posterior(), self.chances()
+        return [row for row in known.leading_U[:LEADERS].tolist() if chance_M[row] > 0 or row == known.best]
 
     def _lead(self) -> str:
         """What the measurements say of the best one, as the end of a sentence."""
-        rows, _ = self._leaders()
+        known = self.posterior()
+        rows = sorted(self._leading(), key=lambda row: known.cost_M[row])
         if len(rows) < 2:
             return ""
-        if rows[0] != self._best():
+        if rows[0] != known.best:
             return f"; {self._name(rows[0])} is as fast within the tolerance, but leaves too little memory"
-        lead_S = self.belief().cost_SM[:, rows[1]] - self.belief().cost_SM[:, rows[0]]
+        lead_S = known.cost_SM[:, rows[1]] - known.cost_SM[:, rows[0]]
         times = self._ended("ok").count(rows[0])
         measured = f"measured {times} times" if times > 1 else "measured once"
         equal = "" if lead_S.mean() > 1.645 * lead_S.std() else ": they are equal as far as was measured"
@@ -464,62 +487,47 @@ class Planner:
 
     def _left_out(self) -> str:
         """What the search has not tried since it most likely cannot run, as the end of a sentence."""
-        left_M, no_room_M = self.chances() == 0, self._without_room()
-        left_M[self.measured_rows] = False
+        left_M, no_room_M = self.chances() == 0, self._without_room_M()
+        left_M[[row for row, _ in self.history]] = False
         memory_M = left_M & (self._chance_to_fit() == 0) & ~no_room_M
         parts = (
-            (memory_M, "not to fit into memory"),
-            (left_M & no_room_M, "to find no room on the cluster"),
-            (left_M & ~no_room_M & ~memory_M, "to fail"),
+            (memory_M, "would not fit into memory"),
+            (left_M & no_room_M, "would find no room on the cluster"),
+            (left_M & ~no_room_M & ~memory_M, "would fail"),
         )
-        counted = [f"{int(which_M.sum())} {what}" for which_M, what in parts if which_M.any()]
-        return f"; expected of those left out: {', '.join(counted)}" if counted else ""
+        counted = [f"{int(which_M.sum())} that {what}" for which_M, what in parts if which_M.any()]
+        return f"; not tried: {', '.join(counted)}" if counted else ""
 
-    def should_stop(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
-        """Whether a probe's mean step time is known well enough, or the probe has had its steps; no point: the one pending.
+    def should_stop(self, steps_s: Sequence[float], point: Point) -> bool:
+        """Whether the mean step time of a point's probe is known well enough, or the probe has had its steps.
 
-        That is to 5%, of a point that was measured before to 2%; what is far from the best is worth no long probe (Maron and
-        Moore 1994, "Hoeffding races"). Where loading matters a probe outlasts what was loaded before it.
+        That is to 5%; a point that was measured before has all its steps, and what is far from the best is worth no long probe
+        (Maron and Moore 1994, "Hoeffding races"). Where loading matters a probe outlasts what was loaded before it.
         """
-        rows = [self.row[identity(point)]] if point is not None else self.pending
-        row, known, floor = rows[0] if len(rows) == 1 else None, STOP_ERROR, MIN_STEPS
-        belief = self.belief() if self.measured_rows else None
-        again = belief is not None and row in belief.rows_U
-        if row is not None and (belief is None or again or len(belief.rows_U) <= 3 or belief.loading_M[row] >= LOADING):
-            floor = (MIN_REPEAT_STEPS if again else MIN_STEPS) + PREFETCH * int(self.layout.threads_M[row])
-        if not min(floor, self.max_steps) <= len(steps_s) < self.max_steps:
+        row, known = self.row[identity(point)], self.posterior() if self.measured_rows else None
+        if len(steps_s) >= self.max_steps or row in self.measured_rows:
             return len(steps_s) >= self.max_steps
-        steps_s = self._settled(row, steps_s)
-        if row is not None and belief is not None:
-            to_beat = (belief.cost_M[belief.rows_U] + belief.penalty_UM[:, row]).min()
-            late = math.log(float(np.mean(steps_s))) + self._offset_M[row] - to_beat
-            known = max(REPEAT_ERROR if again else STOP_ERROR, BEHIND_ERROR * late)
-        return 1.96 * relative_error(steps_s) <= known
+        waits = known is None or known.loading_M[row] >= LOADING
+        if len(steps_s) < min(MIN_STEPS + waits * PREFETCH * self.layout.threads_M[row], self.max_steps):
+            return False
+        steps_s, error = self._settled(row, steps_s), STOP_ERROR
+        if known is not None:
+            late = math.log(float(np.mean(steps_s))) + self._offset_M[row] - known.to_beat_M[row]
+            error = max(STOP_ERROR, BEHIND_ERROR * late)
+        return 1.96 * relative_error(steps_s) <= error
 
     # What came out
 
-    def _best(self) -> int:
-        """The best measured point; of those that are as good within the tolerance, one whose peak leaves memory to spare."""
-        belief, rows = self.belief(), self._eligible()
-        tight = {
-            row
-            for row, one in self.history
-            if one.peak_memory_mib and one.gpu_memory_mib and one.peak_memory_mib > (1 - SPARE_MEMORY) * one.gpu_memory_mib
-        }
-        cost_M = belief.cost_M
-        return int(min(rows, key=lambda row: cost_M[row] + math.log1p(self.tolerance) / 2 * (row in tight)))
-
     def best(self) -> Point | None:
         """The best measured point, by its own measurements and the model; None where nothing ran."""
-        return self.points[self._best()] if self.measured_rows else None
+        return self.points[self.posterior().best] if self.measured_rows else None
 
     def front(self) -> list[Point]:
         """The measured points that no other one beats in speed and cost, the fewest workers first."""
         if not self.measured_rows:
             return []
-        rows_U = self.belief().rows_U
-        step_U = self.belief().step_SM.mean(axis=0)[rows_U]
-        time_U = step_U - np.log([float(self.points[row][GLOBAL_BATCH]) for row in rows_U])
+        rows_U = self.posterior().leading_U
+        time_U = np.log(self.posterior().step_s_M[rows_U] / [float(self.points[row][GLOBAL_BATCH]) for row in rows_U])
         return [self.points[rows_U[index]] for index in front(self.layout.workers_M[rows_U], time_U)]
 
     def bound(self) -> float:
@@ -529,17 +537,11 @@ class Planner:
         """
         if not self.measured_rows:
             return math.inf
-        return max(0.0, math.expm1(float(np.quantile(self._ahead_SM().max(axis=1), 1 - DOUBT))))
+        return max(REPEAT_SD, math.expm1(float(np.quantile(self.posterior().ahead_SM.max(axis=1), 1 - DOUBT))))
 
-    def forecasts(self) -> list[Forecast]:
-        """What is known of every point, in the order of `points`; before anything ran, what a cluster usually is like."""
-        if self.measured_rows:
-            step_s_M, sd_M = self.belief().step_s_M, self.belief().step_SM.std(axis=0)
-        else:
-            guess = self._prior.predict(self.points)
-            step_s_M, sd_M = guess.step_s, guess.step_sd_s / guess.step_s
-        measured_M = np.isin(np.arange(len(self.points)), self.measured_rows)
-        return [Forecast(*row) for row in zip(self.points, step_s_M.tolist(), sd_M.tolist(), measured_M.tolist(), strict=True)]
+    def step_s(self) -> tuple[Array, Array]:
+        """Seconds of a step of every point, in the order of `points`, and their relative error. Needs a point that ran."""
+        return self.posterior().step_s_M, self.posterior().step_SM.std(axis=0)
 
     def why(self) -> str:
         """Why the last answer of `ask` was given, in a sentence."""
@@ -562,10 +564,11 @@ def front(workers_U: Array, time_U: Array) -> list[int]:
 
 def _form_sd(model: StepTime, measured: Measured) -> float:
     """Standard deviation of the model's own error: its residuals, each as if its point had been left out of the fit."""
-    nudges = 1e-4 * np.eye(len(model.mean_P))
-    logs = np.log(step_times(np.concatenate([model.mean_P + nudges, model.mean_P[None]]), measured.layout).step)
-    J_UP = (logs[:-1] - logs[-1]).T / 1e-4
-    explained_U = np.einsum("up,pq,uq->u", J_UP, model.covariance_PP, J_UP)
-    left_U, kept_U = measured.logs_3O[0] - logs[-1], np.maximum(1 - explained_U / np.hypot(measured.noise_O, 0.03) ** 2, 0.1)
-    squares_U = np.maximum(np.minimum(left_U**2, 0.25) / kept_U - measured.noise_O**2, 0.0)
-    return math.sqrt((FORM_WEIGHT * FORM_SD**2 + squares_U.sum()) / (FORM_WEIGHT + len(squares_U)))
+    J_OP, step_O = model.slopes(measured.layout), step_times(model.mean_P, measured.layout).step
+    explained_O = np.einsum("op,pq,oq->o", J_OP, model.covariance_PP, J_OP)
+    residual_O, unexplained_O = (
+        measured.logs_3O[0] - np.log(step_O),
+        np.maximum(1 - explained_O / np.hypot(measured.noise_O, 0.03) ** 2, 0.1),
+    )
+    squares_O = np.maximum(np.minimum(residual_O**2, 0.25) / unexplained_O - measured.noise_O**2, 0.0)
+    return math.sqrt((FORM_WEIGHT * FORM_SD**2 + squares_O.sum()) / (FORM_WEIGHT + len(squares_O)))

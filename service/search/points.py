@@ -37,13 +37,18 @@ class Observation:
 
     status: Literal["ok", "oom", "failed", "infeasible"]
     steps_s: Sequence[float] = ()  # wall time of each measured step, warm-up left out
-    phases_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # mean seconds a step, the bubble among them; see trainables.metrics.phases
+    phases_s: Mapping[str, float] = field(default_factory=dict)  # mean seconds a step; see trainables.metrics.phases
     peak_memory_mib: float | None = None  # of the worst rank
     gpu_memory_mib: float | None = None  # what a GPU has
     start_s: float | None = None  # of the group of workers; 0 where it was shared with the probe before, None where unknown
     seconds: float | None = None  # wall time of the probe, its group's start included; None where unknown
+
+    @property
+    def room(self) -> float:
+        """How many times what it took a GPU's memory holds; infinite on a CPU, and where it was not recorded."""
+        if not self.peak_memory_mib or not self.gpu_memory_mib:
+            return math.inf
+        return self.gpu_memory_mib / self.peak_memory_mib
 
 
 def identity(point: Point) -> tuple[tuple[str, str], ...]:
@@ -53,8 +58,12 @@ def identity(point: Point) -> tuple[tuple[str, str], ...]:
 
 def describe_point(point: Point) -> str:
     """A point in words."""
-    axes = f"{point[NUM_WORKERS]} workers, global batch {point[GLOBAL_BATCH]}, {point[LOADER_WORKERS]} loader workers"
-    return ", ".join([axes, *(f"{key} {value}" for key, value in point.items() if key not in SCALE_AXES)])
+    workers, threads = (
+        f"{n} {unit}{'' if n == 1 else 's'}"
+        for n, unit in ((point[NUM_WORKERS], "worker"), (point[LOADER_WORKERS], "loader worker"))
+    )
+    more = (f"{key} {value}" for key, value in point.items() if key not in SCALE_AXES)
+    return ", ".join([workers, f"global batch {point[GLOBAL_BATCH]}", threads, *more])
 
 
 def categories(points: Sequence[Point]) -> tuple[Category, ...]:

@@ -17,7 +17,7 @@ from service.runs.result import ClusterHardware, RunResult, SearchSummary, Trial
 from service.search.planner import METRICS, Planner
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
-from service.search.time_to_accuracy import Learning, TimeToAccuracySearch
+from service.search.time_to_accuracy import BatchScaling, TimeToAccuracySearch
 from trainables.metrics.phases import ALL_PHASES, BUBBLE, RECEIVE
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
@@ -84,7 +84,7 @@ def replay(result: RunResult) -> Planner:
         budget_gpu_s=None if result.budget_gpu_h is None else 3600 * result.budget_gpu_h,
         max_steps=result.timing_steps or 60,
         warmup_steps=result.warmup_steps,
-        factor=Learning.of(result.noise_scales).factor if result.metric == TIME else lambda point: 1.0,
+        factor=BatchScaling.of(result.noise_scales).factor if result.metric == TIME else lambda point: 1.0,
     )
     ended = [(points[row.id], one) for row in probes(result.rows) if row.id in points for one in measurements(row)]
     for point, one in sorted(ended, key=lambda pair: pair[1].ended_s):
@@ -128,41 +128,40 @@ def time_to_accuracy_search(result: RunResult, planner: Planner) -> tuple[TimeTo
     rows = result.rows
     ids = {identity(point): trial for trial, point in reversed(searched(rows).items())}
     broken = {row.id for row in probes(rows) if row.status in ("oom", "failed")}
-    fits_M = planner.chances() > 0.5
-    known = [
-        (ids[identity(forecast.point)], forecast)
-        for forecast, fits in zip(planner.forecasts(), fits_M, strict=True)
-        if (fits or forecast.measured) and ids[identity(forecast.point)] not in broken
-    ]
+    runs_M = planner.chances() > 0.5
+    runs_M[planner.measured_rows] = True
+    trial_of = {row: ids[identity(planner.points[row])] for row in np.flatnonzero(runs_M)}
+    known = [row for row, trial in trial_of.items() if trial not in broken]
     timed = [(row.metrics, row.scale.global_batch_size) for row in rows if "epoch_s" in row.metrics]
     samples = max((m["epoch_s"] / m["step_s"] * batch for m, batch in timed), default=1.0)
-    batch_M = np.array([float(forecast.point[GLOBAL_BATCH]) for _, forecast in known])
+    batch_M = np.array([float(planner.points[row][GLOBAL_BATCH]) for row in known])
+    step_s_M, sd_M = planner.step_s()
     found = TimeToAccuracySearch(
         batch_M,
-        np.array([forecast.step_s for _, forecast in known]),
+        step_s_M[known],
         np.maximum(1.0, np.floor(samples / batch_M + 1e-6)),
-        np.array([forecast.sd for _, forecast in known]),
+        sd_M[known],
         tolerance=result.tolerance,
         noise_scales=result.noise_scales,
     )
-    row_of_trial = {trial: row for row, (trial, _) in enumerate(known)}
+    trials = [trial_of[row] for row in known]
     for row in sorted(rows, key=lambda row: row.ended_s):
-        if row.speed_trial is not None and row.speed_trial in row_of_trial and row.status in (*OBSERVED_STATUSES, "stopped"):
-            found.tell(row_of_trial[row.speed_trial], row.metrics)
-    return found, [trial for trial, _ in known]
+        if row.speed_trial in trials and row.status in (*OBSERVED_STATUSES, "stopped"):
+            found.tell(trials.index(row.speed_trial), row.metrics)
+    return found, trials
 
 
 def outcome_of_time_to_accuracy(result: RunResult, planner: Planner) -> dict[str, Any]:
     """What a search for time says at its end, see `conclusion`. `search.predicted_s`: of each point that could run, by trial."""
     found, ids = time_to_accuracy_search(result, planner)
     found.ask()
-    learning, predicted = found.learning(), found.predict()
+    scaling, predicted = found.scaling(), found.predict()
     search = SearchSummary(
         why=found.why(),
         bound_pct=percent(found.bound()),
         spent_gpu_s=spent_gpu_s(result.rows),
-        b_noise=learning.b_noise,
-        s_min=learning.s_min,
+        b_noise=scaling.b_noise,
+        s_min=scaling.s_min,
         predicted_s=dict(zip(ids, predicted.seconds_M.tolist(), strict=True)),
     )
     return {"search": search}

@@ -72,11 +72,6 @@ class Times:
     exposed: Array  # all-reduce that the backward does not hide
 
     @property
-    def data(self) -> Array:
-        """The wait for data."""
-        return self.step - self.work
-
-    @property
     def logs(self) -> Array:
         """Logarithms of what is measured: step, work, forward, shaped ...3M."""
         return np.log(np.stack([self.step, self.work, self.forward], axis=-2))
@@ -180,24 +175,19 @@ class StepTime:
         spread_P = np.array([p.spread for p in PARAMETERS] + [EXTRA_SPREAD for _ in more])
         return cls(hardware, extras, mean_P, np.diag(spread_P**2))
 
-    @property
-    def values(self) -> dict[str, float]:
-        """Each parameter in its unit."""
-        return {p.name: float(np.exp(self.mean_P[index])) for index, p in enumerate(PARAMETERS)}
-
     def layout(self, points: Sequence[Point]) -> Layout:
         """The points as this model reads them."""
         return Layout.of(points, self.hardware, self.extras)
 
-    def fitted(self, measured: Measured, form_error: float = 0.0) -> StepTime:
+    def fitted(self, measured: Measured) -> StepTime:
         """The parameters that explain the observations best, self being the prior.
 
         Robust least squares on relative residuals (soft L1), the prior as further residuals; uncertainty by Laplace's
-        approximation: the inverse of JᵀJ at the solution. `form_error`: more than the usual one.
+        approximation: the inverse of JᵀJ at the solution.
         """
         spread_P = np.sqrt(np.diag(self.covariance_PP))
         known = np.isfinite(measured.logs_3O)
-        target, error = measured.logs_3O[known], np.hypot(np.hypot(FORM_ERROR, form_error), measured.noise_O)[known]
+        target, error = measured.logs_3O[known], np.hypot(FORM_ERROR, measured.noise_O)[known]
         nudges = np.eye(len(spread_P)) * 1e-5
 
         def residuals(steps: Array) -> Array:  # ...P in prior standard deviations → ...R
@@ -209,12 +199,12 @@ class StepTime:
             return np.asarray((moved[:-1] - moved[-1]).T / 1e-5)
 
         # An all-reduce that hides in the prior's backward has no slope: a second start has it out in the open.
-        hidden, exposed = np.zeros_like(spread_P), np.zeros_like(spread_P)
+        exposed = np.zeros_like(spread_P)
         exposed[[INDEX["reduce_node_s"], INDEX["reduce_net_s"], INDEX["sharing"]]] = 2.0, 2.0, 1.0
         options = {"loss": "soft_l1", "f_scale": ROBUST, "max_nfev": 30, "xtol": 1e-3, "ftol": 1e-4}
-        found = least_squares(residuals, hidden, jacobian, **options)
+        found = least_squares(residuals, np.zeros_like(spread_P), jacobian, **options)
         if found.cost > 0.25 * len(target):
-            found = min(found, least_squares(residuals, exposed, jacobian, **options), key=lambda one: float(one.cost))
+            found = min(found, least_squares(residuals, exposed, jacobian, **options), key=lambda fit: float(fit.cost))
         covariance = np.linalg.inv(found.jac.T @ found.jac + 1e-9 * np.eye(len(found.x)))
         return replace(self, mean_P=self.mean_P + spread_P * found.x, covariance_PP=spread_P[:, None] * covariance * spread_P)
 
@@ -226,11 +216,15 @@ class StepTime:
 
     def predict(self, points: Sequence[Point]) -> Prediction:
         """Seconds of a step, with the standard deviation that the parameters' uncertainty gives, and each part apart."""
-        layout, nudges = self.layout(points), 1e-4 * np.eye(len(self.mean_P))
-        mean = step_times(self.mean_P, layout)
+        layout = self.layout(points)
+        times, J_MP = step_times(self.mean_P, layout), self.slopes(layout)
+        return Prediction(times.step, times.step * np.sqrt(np.einsum("mp,pq,mq->m", J_MP, self.covariance_PP, J_MP)), times)
+
+    def slopes(self, layout: Layout) -> Array:
+        """Derivatives of the logarithm of a step's seconds by the parameters: MP."""
+        nudges = 1e-4 * np.eye(len(self.mean_P))
         up, down = (np.log(step_times(self.mean_P + sign * nudges, layout).step) for sign in (1, -1))
-        J_MP = (up - down).T / 2e-4
-        return Prediction(mean.step, mean.step * np.sqrt(np.einsum("mp,pq,mq->m", J_MP, self.covariance_PP, J_MP)), mean)
+        return np.asarray((up - down).T / 2e-4)
 
 
 @dataclass(frozen=True)

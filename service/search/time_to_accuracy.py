@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -45,8 +46,7 @@ class Training:
     reached: bool = True
 
 
-@dataclass(frozen=True)
-class TimesToTarget:
+class TimesToTarget(NamedTuple):
     """Medians of M points, and the standard deviation of their logarithms."""
 
     seconds_M: Array
@@ -54,14 +54,14 @@ class TimesToTarget:
 
 
 @dataclass(frozen=True)
-class Learning:
+class BatchScaling:
     """What is known of S_min and B_noise: their logarithms are normal together."""
 
     mean_2: Array
     covariance_22: Array
 
     @classmethod
-    def of(cls, noise_scales: Sequence[float] = (), trainings: Sequence[Training] = ()) -> Learning:
+    def of(cls, noise_scales: Sequence[float] = (), trainings: Sequence[Training] = ()) -> BatchScaling:
         """Fit to noise scales (images) that trainings have measured, and to trainings to the target.
 
         Maximum a posteriori and its curvature. A training is known to half of what lies between two evaluations; one that
@@ -73,18 +73,13 @@ class Learning:
         positive = [*noise_scales, *(number for t in trainings for number in (t.global_batch, t.steps, t.every))]
         if not all(number > 0 and math.isfinite(number) for number in positive):
             raise ValueError(f"noise scales, batches and steps are above 0, not {min(positive):g}")
-        logs = np.log(noise_scales) if len(noise_scales) else np.log(UNMEASURED[:1])
-        scatter = float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-        spread = math.hypot(FORM, scatter) if len(noise_scales) else UNMEASURED[1]
-        batch_O, end_O, every_O, reached_O = (
-            np.array([getattr(t, name) for t in trainings]) for name in ("global_batch", "steps", "every", "reached")
-        )
-        reached_O = reached_O.astype(bool)
+        median, spread = (math.exp(float(np.log(noise_scales).mean())), FORM) if noise_scales else UNMEASURED
+        batch_O, end_O, every_O = np.array([(t.global_batch, t.steps, t.every) for t in trainings]).reshape(-1, 3).T
+        reached_O = np.array([t.reached for t in trainings], dtype=bool)
         # Somewhere in the last `every` steps: their middle, and the deviation of a uniform distribution over them.
         steps_O = np.where(reached_O, np.maximum(end_O - every_O / 2, every_O / 2), end_O)
         error_O = np.hypot(SEEDS, np.where(reached_O, every_O, 0.0) / math.sqrt(12) / steps_O)
-        known_O = steps_O[reached_O] if reached_O.any() else steps_O
-        begin = np.array([float(np.log(np.median(known_O))) if len(known_O) else 0.0, float(logs.mean())])
+        begin = np.log([np.median(steps_O[reached_O] if reached_O.any() else steps_O) if trainings else 1.0, median])
 
         def off(logs_2: Array) -> Array:
             behind_O = (np.log(steps_O) - _log_steps(logs_2, batch_O)) / error_O
@@ -105,27 +100,16 @@ class Learning:
         return float(np.exp(self.mean_2[1]))
 
     def steps_M(self, global_batch_M: Array) -> Array:
-        """Steps to the target."""
+        """Steps to the target; without a training behind it only their quotients mean something."""
         return np.exp(_log_steps(self.mean_2, global_batch_M))
 
-    def images_M(self, global_batch_M: Array) -> Array:
-        """Images to the target; without a training behind it only their quotients mean something."""
-        return self.steps_M(global_batch_M) * global_batch_M
-
     def factor(self, point: Point) -> float:
-        """What a point's seconds for an image are multiplied by in a search for time: see `images_M`."""
-        return float(self.images_M(np.array([float(point[GLOBAL_BATCH])]))[0])
-
-    def spread_M(self, global_batch_M: Array) -> Array:
-        """Standard deviation of the logarithm of `steps_M`."""
-        return self.time_to_accuracy(global_batch_M, np.ones_like(global_batch_M)).spread_M
+        """What a point's seconds for an image are multiplied by in a search for time: images to the target."""
+        batch = float(point[GLOBAL_BATCH])
+        return float(self.steps_M(np.array([batch]))[0] * batch)
 
     def time_to_accuracy(
-        self,
-        global_batch_M: Array,
-        step_s_M: Array,
-        step_spread_M: Array | float = 0.0,
-        every_M: Array | float = 0.0,
+        self, global_batch_M: Array, step_s_M: Array, step_spread_M: Array | float = 0.0, every_M: Array | float = 0.0
     ) -> TimesToTarget:
         """Seconds to the target, the wait for the next of the evaluations included that lie `every_M` steps apart.
 
@@ -152,10 +136,9 @@ class TimeToAccuracySearch:
     every_M: Array  # steps between evaluations
     step_spread_M: Array | float = 0.05  # standard deviation of the logarithms of `step_s_M`
     tolerance: float = 0.025
-    most: int = 4  # trainings in all
+    max_trainings: int = 4
     noise_scales: Sequence[float] = ()  # in images, of trainings before these, such as the teacher's
-    summaries: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """Row → the summary of its training; empty where it failed."""
+    summaries: dict[int, Mapping[str, float]] = field(default_factory=dict)  # by row; empty where a training failed
     _why: str = "nothing was trained yet"
 
     def tell(self, row: int, summary: Mapping[str, float]) -> None:
@@ -173,7 +156,7 @@ class TimeToAccuracySearch:
         """How long the next training may take: it is of no use once it is slower than the best."""
         return None if self.best is None else float(self.summaries[self.best]["time_to_accuracy_s"])
 
-    def learning(self) -> Learning:
+    def scaling(self) -> BatchScaling:
         """What the trainings so far say of steps by batch."""
         ran = {row: one for row, one in self.summaries.items() if one.get("steps")}
         trainings = [
@@ -186,13 +169,13 @@ class TimeToAccuracySearch:
             for row, one in ran.items()
         ]
         own = [one["noise_scale"] for one in ran.values() if one.get("noise_scale", 0.0) > 0]
-        return Learning.of(own or self.noise_scales, trainings)
+        return BatchScaling.of(own or self.noise_scales, trainings)
 
     def predict(self) -> TimesToTarget:
         """Seconds to the target of every point."""
         # Without a training S_min is unknown, and how much the wait for an evaluation adds to it.
         every_M = self.every_M if self.summaries else np.zeros_like(self.every_M)
-        return self.learning().time_to_accuracy(self.global_batch_M, self.step_s_M, self.step_spread_M, every_M)
+        return self.scaling().time_to_accuracy(self.global_batch_M, self.step_s_M, self.step_spread_M, every_M)
 
     def _left_M(self) -> Flags:
         return ~np.isin(np.arange(len(self.global_batch_M)), list(self.summaries))
@@ -200,41 +183,39 @@ class TimeToAccuracySearch:
     def bound(self) -> float:
         """With a probability of 90% each, no untrained point is faster than the best by more than this share."""
         left_M = self._left_M()
-        if self.until_s is None or not left_M.any():
-            return 0.0 if self.summaries and not left_M.any() else math.inf
+        if not left_M.any() and self.summaries:
+            return 0.0
+        if self.until_s is None:
+            return math.inf
         prediction = self.predict()
-        least_M = prediction.seconds_M * np.exp(-BOUND_DEVIATIONS * np.hypot(prediction.spread_M, SEEDS))
-        return max(0.0, float(self.until_s / np.min(least_M[left_M])) - 1)
+        fastest_M = prediction.seconds_M * np.exp(-BOUND_DEVIATIONS * np.hypot(prediction.spread_M, SEEDS))
+        return max(0.0, float(self.until_s / np.min(fastest_M[left_M])) - 1)
 
     def ask(self) -> int | None:
         """The row to train next; None where the search is over."""
-        count = len(self.summaries)
-        if count >= min(self.most, len(self.global_batch_M)):
+        count, left_M, until_s = len(self.summaries), self._left_M(), self.until_s
+        if count >= min(self.max_trainings, len(left_M)):
             reached = "" if self.best is not None else ", and none reached the target"
-            all_or_most = "all" if count < self.most else "as many as were to be"
-            self._why = f"{count} points were trained, which is {all_or_most}{reached}"
+            self._why = f"{count} points were trained, which is {'the maximum' if left_M.any() else 'all'}{reached}"
             return None
-        prediction, left_M, chance = self.predict(), self._left_M(), 1.0
-        row = int(np.argmin(np.where(left_M, prediction.seconds_M, np.inf)))
-        if self.until_s is not None:
-            ahead_M = math.log(self.until_s) - np.log(prediction.seconds_M) - math.log1p(self.tolerance)
-            chance_M = np.where(left_M, ndtr(ahead_M / np.hypot(prediction.spread_M, SEEDS)), 0.0)
-            row, chance = int(np.argmax(chance_M)), float(chance_M.max())
-        if chance < MIN_FASTEST_PROBABILITY:
+        prediction = self.predict()
+        if until_s is None:
+            tried = f"none of {count} reached the target, and of the others " if count else ""
+            self._why = f"{tried}it is predicted to be the fastest"
+            return int(np.argmin(np.where(left_M, prediction.seconds_M, np.inf)))
+        ahead_M = math.log(until_s) - np.log(prediction.seconds_M) - math.log1p(self.tolerance)
+        chance_M = np.where(left_M, ndtr(ahead_M / np.hypot(prediction.spread_M, SEEDS)), 0.0)
+        row = int(np.argmax(chance_M))
+        if chance_M[row] < MIN_FASTEST_PROBABILITY:
             self._why = (
                 f"no other point is predicted to reach the target more than {self.tolerance:.1%} sooner; "
-                f"the likeliest with a probability of {chance:.0%}"
+                f"the likeliest with a probability of {chance_M[row]:.0%}"
             )
             return None
-        first = "it is predicted to be the fastest"
-        if self.until_s is not None:
-            first = (
-                f"it is predicted to reach the target in {prediction.seconds_M[row]:.3g} s, sooner than the best so far with a "
-                f"probability of {chance:.0%}"
-            )
-        elif count:
-            first = f"none of {count} reached the target, and of the others it is predicted to be the fastest"
-        self._why = first
+        self._why = (
+            f"it is predicted to reach the target in {prediction.seconds_M[row]:.3g} s, sooner than the best so far with a "
+            f"probability of {chance_M[row]:.0%}"
+        )
         return row
 
     def why(self) -> str:

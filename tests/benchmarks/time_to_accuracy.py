@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
-from service.search.time_to_accuracy import Learning, TimesToTarget, Training
+from service.search.time_to_accuracy import BatchScaling, TimesToTarget, Training
 from tests.trainables.jobs import train
 from trainables.config import TrainConfig
 from trainables.distributed.rank_pool import RankPool
@@ -120,13 +120,13 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(WORKERS)) as ranks:
-        rows, learning, after = measure(args, Trainings(args, ranks, Path(folder)))
-    summary = tell(rows, learning, after)
+        rows, scaling, after = measure(args, Trainings(args, ranks, Path(folder)))
+    summary = tell(rows, scaling, after)
     if args.json:
         args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows], **summary}, indent=2) + "\n")
 
 
-def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], Learning, Learning]:
+def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], BatchScaling, BatchScaling]:
     """The rows, and what is believed before and after all trainings."""
     pilot, every = trainings.to_target(args.pilot, args.lr, PILOT_SEED)
     noise = pilot["noise_scale"]
@@ -136,14 +136,14 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
         f"{steps:.0f} steps, noise scale {noise:.0f} images, {pilot['train_s']:.1f} s",
         flush=True,
     )
-    learning = Learning.of([noise], [Training(args.pilot, steps, every, reached)])
+    scaling = BatchScaling.of([noise], [Training(args.pilot, steps, every, reached)])
     top = args.lr * (1 + noise / args.pilot)
     lrs = [top / (1 + noise / batch) for batch in args.batches]
     speeds = [trainings.step_s(batch, lr) for batch, lr in zip(args.batches, lrs, strict=True)]
     batch_M, step_s_M = np.array(args.batches, dtype=float), np.array(speeds)
     samples = every * args.pilot
     every_M = np.array([max(1, samples // batch) for batch in args.batches])
-    expected: TimesToTarget = learning.time_to_accuracy(batch_M, step_s_M, every_M=every_M)
+    expected: TimesToTarget = scaling.time_to_accuracy(batch_M, step_s_M, every_M=every_M)
     rows = [
         Row(batch, lr, step_s, int(wait), float(n), float(seconds), float(spread))
         for batch, lr, step_s, wait, n, seconds, spread in zip(
@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
             lrs,
             speeds,
             every_M,
-            learning.steps_M(batch_M) + every_M / 2,
+            scaling.steps_M(batch_M) + every_M / 2,
             expected.seconds_M,
             expected.spread_M,
             strict=True,
@@ -172,10 +172,10 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
             f"{'' if 'time_to_accuracy_s' in summary else ', target missed'}",
             flush=True,
         )
-    return rows, learning, Learning.of([noise], seen)
+    return rows, scaling, BatchScaling.of([noise], seen)
 
 
-def tell(rows: list[Row], before: Learning, after: Learning) -> dict[str, Any]:
+def tell(rows: list[Row], before: BatchScaling, after: BatchScaling) -> dict[str, Any]:
     """The table and the verdict on the orders."""
     print(
         f"\n{'batch':>6} {'lr':>8} {'step ms':>8} {'noise':>7} | {'steps':>6} {'measured':>9} {'±%':>4} | {'seconds':>8} "

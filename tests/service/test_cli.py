@@ -18,6 +18,7 @@ from service.commands.path_types import is_run_folder
 from service.config.experiment import load
 from service.runs.run_directory import begin_run
 from tests.run_log import change, write_log
+from tests.service.commands import run
 from tests.trainables.data.image_folder import write_images
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
@@ -801,3 +802,20 @@ def test_sigterm_ends_a_forked_child() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(-signal.SIGTERM)] * 5
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "says"), [("train", "on: 1 CPU worker × "), ("sweep", "trials: 8 by images_per_s, policy grid")]
+)
+def test_a_dry_run_says_what_would_run_and_writes_nothing(
+    command: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, command, "digits", "--dry-run", "--runs", tmp_path / "runs")
+    assert code == 0
+    assert "data: 1,442 training and 355 validation images, 10 classes: 0, 1, 2 and 7 more" in out
+    assert "stages: teacher (convnet_large), student (convnet_small)" in out
+    assert says in out
+    assert not (tmp_path / "runs").exists()
+    code, _, err = run(capsys, command, "digits", "--dry-run", "--set", "data.path=/nowhere", "--runs", tmp_path / "runs")
+    assert code == 2
+    assert "data.path: /nowhere does not exist" in err

@@ -9,7 +9,7 @@ import pytest
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.charts import PHASE_COLORS
-from service.report.figures import BY_SPEED, efficiency, over_axis, pareto, phases, trial_frame, waits
+from service.report.figures import BY_SPEED, accuracy_latency, efficiency, over_axis, pareto, phases, trial_frame, waits
 from service.report.records import Records, Row, axes, records_of_run
 from tests.service.report.runs import Shown, shown, sweep_dir
 from trainables.metrics.phases import ALL_PHASES
@@ -161,3 +161,16 @@ def test_every_trial_with_a_speed_is_a_mark_and_no_other(tmp_path: Path) -> None
     figure = axis_figure(records.rows, records.best, GLOBAL_BATCH)
     assert sum(len(trace["x"]) for trace in marks(figure)) == 22
     assert len(figure.numbers.rows) == 22
+
+
+def test_students_that_a_sweep_compares_have_accuracy_against_latency(tmp_path: Path, records: Records) -> None:
+    measured = {"resnet8": (70.0, 1.0), "resnet14": (69.0, 2.0), "resnet20": (75.0, 3.0)}
+    sweep = sweep_dir(tmp_path / "s", {"student.model": list(measured)})
+    rows = records_of_run(sweep.root).rows
+    for row, (top1_pct, inference_ms) in zip(rows, measured.values(), strict=True):
+        row.metrics.update(top1_pct=top1_pct, inference_ms=inference_ms)
+    figure = shown(accuracy_latency(trial_frame(rows, "GPU"), rows))
+    assert [row[1] for row in figure.numbers.rows] == list(measured)
+    front = next(trace for trace in figure.traces if trace["name"] == "nothing is more accurate and faster")
+    assert (list(front["x"]), list(front["y"])) == ([1.0, 3.0], [70.0, 75.0])
+    assert accuracy_latency(trials(records), records.rows) is None

@@ -74,7 +74,7 @@ class Queues:
         taken: list[float] = []
         for step_s in self.steps_s(at, rng):
             taken.append(step_s)
-            if search.should_stop(taken):
+            if search.should_stop(taken, at):
                 break
         mean, data = self.parts(at)
         rest = mean - data

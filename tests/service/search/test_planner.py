@@ -43,8 +43,8 @@ def test_a_point_within_three_percent_of_the_best_is_found_with_few_probes(kind:
     tried = [identity(at) for at, _ in seen]
     assert len(set(tried)) <= 0.35 * len(points)
     assert tried.count(identity(search.best() or {})) > 1  # nothing is called the best for one lucky measurement
-    assert len(tried) <= 2 * len(set(tried))
-    assert sum(one.status == "oom" for _, one in seen) <= 2
+    assert max(map(tried.count, tried)) <= 4
+    assert sum(one.status == "oom" for _, one in seen) <= 3
     assert "more than 2.5% better than" in search.why()
 
 
@@ -94,10 +94,10 @@ def test_an_extra_key_is_searched_with_the_three_axes() -> None:
 
 def test_a_steady_probe_ends_at_once_and_a_wild_one_at_its_limit() -> None:
     search, rng = Planner(SMALL, ONE_NODE, max_steps=50), np.random.default_rng(0)
-    assert not search.should_stop([0.1] * 3)
-    assert search.should_stop([0.1] * 8)
-    assert not search.should_stop(rng.lognormal(0, 0.5, 20).tolist())
-    assert search.should_stop(rng.lognormal(0, 0.5, 50).tolist())
+    assert not search.should_stop([0.1] * 3, SMALL[0])
+    assert search.should_stop([0.1] * 10, SMALL[0])
+    assert not search.should_stop(rng.lognormal(0, 0.5, 20).tolist(), SMALL[0])
+    assert search.should_stop(rng.lognormal(0, 0.5, 50).tolist(), SMALL[0])
 
 
 def test_a_probe_of_many_loader_workers_sees_a_batch_of_each_of_them() -> None:
@@ -118,8 +118,6 @@ def test_a_probe_of_a_point_far_behind_the_best_may_end_sooner() -> None:
         return next(count for count in range(1, 61) if search.should_stop((step_s * noise[:count]).tolist(), at))
 
     assert steps(point(4, 512, 1), 0.4) < steps(point(4, 512, 1), 0.2)
-    search.pending = [search.row[identity(point(4, 512, 1))]]
-    assert search.should_stop((0.4 * noise[: steps(point(4, 512, 1), 0.4)]).tolist())  # the one that is being probed is meant
 
 
 def test_what_a_start_takes_is_known_from_the_first_one_on() -> None:
@@ -145,16 +143,13 @@ def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested
     assert bounds[-1] <= 0.1 < 1 < bounds[0]  # a batch that most likely does not fit may be that much better
 
 
-def test_forecasts_say_what_a_step_of_every_point_takes() -> None:
+def test_what_a_step_of_every_point_takes_is_predicted() -> None:
     cluster, points = CLUSTERS["decode"]
-    assert not any(forecast.measured for forecast in Planner(points, cluster.hardware).forecasts())
-    search, seen, _ = searched("decode")
-    forecasts = search.forecasts()
-    assert [forecast.point for forecast in forecasts] == points
-    assert sum(forecast.measured for forecast in forecasts) == len({identity(at) for at, one in seen if one.status == "ok"})
-    off = [abs(forecast.step_s / cluster.parts(forecast.point)[0] - 1) for forecast in forecasts]
-    assert np.median(off) <= 0.2
-    assert all(forecast.sd > 0 for forecast in forecasts)
+    search, _, _ = searched("decode")
+    step_s_M, sd_M = search.step_s()
+    off_M = [abs(step_s / cluster.parts(at)[0] - 1) for step_s, at in zip(step_s_M, points, strict=True)]
+    assert np.median(off_M) <= 0.2
+    assert (sd_M > 0).all()
 
 
 @each_cluster
@@ -251,3 +246,12 @@ def test_of_points_that_are_as_good_the_one_with_memory_to_spare_is_the_best() -
         for _ in range(3):
             search.tell(at, Observation("ok", [step_s] * 60, peak_memory_mib=peak_mib, gpu_memory_mib=1000.0))
     assert search.best() == points[0]
+
+
+def test_two_measurements_of_a_point_that_differ_widely_leave_it_in_doubt() -> None:
+    in_doubt, known = Planner(SMALL, ONE_NODE), Planner(SMALL, ONE_NODE)
+    for step_s in (0.1, 0.2):
+        in_doubt.tell(point(1, 64, 4), Observation("ok", [step_s] * 60))
+        known.tell(point(1, 64, 4), Observation("ok", [0.15] * 60))
+    row = known.row[identity(point(1, 64, 4))]
+    assert in_doubt.step_s()[1][row] > 2 * known.step_s()[1][row]

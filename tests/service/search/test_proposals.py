@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from service.search.planner import Planner
-from service.search.points import Observation, identity
+from service.search.points import Observation, describe_point, identity
 from tests.service.search.queues import CLUSTERS, FOUR_NODES, LARGE, ONE_NODE, SMALL, Queues, grid, point
 
 
@@ -106,7 +106,7 @@ def test_a_search_among_equals_that_noise_cannot_tell_apart_ends_before_it_has_c
     while (at := search.ask(group)) is not None:
         workers, step_s = at["scale.num_workers"], at["data.global_batch_size"] / 1000
         steps_s: list[float] = []
-        while not search.should_stop(steps_s):
+        while not search.should_stop(steps_s, at):
             steps_s += (step_s * rng.lognormal(0, 0.4, 5)).tolist()
         start_s = 5.0 if workers != group else 0.0
         seconds = start_s + 5 * step_s + sum(steps_s)
@@ -197,7 +197,7 @@ def test_what_is_left_out_is_counted_and_every_point_is_only_said_of_every_point
         search.tell(at, Observation("ok", [0.1] * 8, peak_memory_mib=4000, gpu_memory_mib=8000))
     assert search.ask() is None
     assert "every point that is expected to run was measured" in search.why()
-    assert "4 not to fit into memory" in search.why()
+    assert "3 that would not fit into memory" in search.why()
 
 
 def test_a_point_that_failed_once_is_tried_again_where_it_matters() -> None:
@@ -273,3 +273,39 @@ def test_a_point_that_failed_twice_is_not_measured_again_however_many_of_the_oth
             attempts[identity(at)] = attempts.get(identity(at), 0) + 1
         search.tell(at, cluster.probe(at, search, rng) if turn <= 6 else Observation("failed"))
     assert max(attempts.values(), default=0) <= 3
+
+
+def test_probes_under_way_count_in_the_budget() -> None:
+    points = grid([1], [64, 128, 256], [1, 2, 4, 8])
+    search = Planner(points, ONE_NODE, budget_gpu_s=70.0, start_s=20.0)
+    search.tell(points[0], Observation("ok", [0.5] * 8, start_s=20.0, seconds=26.5))
+    under_way = 0
+    while search.ask() is not None:
+        under_way += 1
+    assert under_way == 1  # another one of 26 s would take what is left for the leaders, or more
+
+
+def test_a_search_ends_where_only_points_beyond_the_budget_may_be_better() -> None:
+    """Four workers may be twice as fast, and cost more than is left; what one worker has not measured is cheap, and no better."""
+    points = [point(1, batch, threads) for batch in (32, 48, 64) for threads in (1, 2, 8)] + [point(4, 256, 8)]
+    search = Planner(points, ONE_NODE, budget_gpu_s=150.0, start_s=30.0)
+    for threads, step_s in ((1, 0.8), (2, 0.4), (8, 0.1)):
+        phases_s = {"data": step_s - 0.09, "backward": 0.09}
+        for _ in range(2):
+            search.tell(point(1, 64, threads), Observation("ok", [step_s] * 60, phases_s, start_s=0.0, seconds=14.0))
+    assert search.ask(1.0) is None
+    assert search.why().startswith("the budget is spent")
+
+
+def test_points_are_named_as_one_would_say_them() -> None:
+    assert describe_point(point(1, 64, 1)) == "1 worker, global batch 64, 1 loader worker"
+    assert describe_point(point(2, 64, 0, precision="bf16")) == "2 workers, global batch 64, 0 loader workers, precision bf16"
+
+
+def test_the_first_point_says_that_nothing_has_run_yet_and_the_end_what_was_not_tried() -> None:
+    search = Planner(grid([1], [64, 128], [1]), ONE_NODE)
+    assert search.ask() is not None
+    assert search.why() == "nothing has run yet, and 1 worker, global batch 64, 1 loader worker is cheap to try"
+    search.tell(point(1, 64, 1), Observation("oom"))
+    assert search.ask() is None
+    assert search.why() == "no point is left that can run; not tried: 1 that would not fit into memory"

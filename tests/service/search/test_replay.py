@@ -123,7 +123,7 @@ def test_the_points_that_may_reach_a_target_first_are_trained_and_the_fastest_wi
     followed = [one for one in recorded.rows if one.speed_trial is not None]
     best = min(grid(), key=lambda point: (1 + 200 / point["data.global_batch_size"]) * step_s(point))
     concluded = conclusion(recorded)
-    assert 1 <= len(followed) <= search.most
+    assert 1 <= len(followed) <= search.max_trainings
     assert recorded.best is not None
     assert recorded.best.params == best
     assert recorded.best.speed_trial == recorded.best.id.removesuffix("-trained")

@@ -70,7 +70,7 @@ def test_a_search_that_takes_up_the_same_trainings_goes_on_alike() -> None:
 
 
 def test_points_whose_training_failed_are_not_trained_again() -> None:
-    search = TimeToAccuracySearch(BATCHES, np.full(7, 0.01), EVERY, most=7)
+    search = TimeToAccuracySearch(BATCHES, np.full(7, 0.01), EVERY, max_trainings=7)
     first = search.ask()
     assert first is not None
     search.tell(first, {})
