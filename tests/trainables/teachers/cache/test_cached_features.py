@@ -219,7 +219,7 @@ def test_what_depends_on_more_than_an_images_features_is_refused(tmp_path: Path)
         ),
         (
             {"method": ["reviewkd"], "options": {"reviewkd": {"teacher_norm": "batch"}}},
-            "distill.options.reviewkd.teacher_norm: batch makes a teacher's outputs depend on the batch, and teacher.cache has",
+            "distill.options.reviewkd.teacher_norm batch makes a teacher's outputs depend on the batch, which does not go with",
         ),
     ):
         teacher = {"model": "convnet_large", "weights": write_teacher(tmp_path / "t.safetensors", "convnet_large")}
