@@ -258,7 +258,7 @@ CLASHES = (
     ),
     ("scale.sync_batch_norm", "splits", "since it looks at a whole batch"),
     ("mixes", "data.last_batch=short", "which may part a pair of images"),
-    ("mixes", "teacher.cache, teacher.service", "which has the teacher's outputs for each image alone"),
+    ("mixes", "teacher.service", "which has the teacher's outputs for each image alone"),
     ("data.decoder!=auto", "data.augment!=crop_flip", "since it decodes what crop_flip cuts out"),
     ("data.decoder!=auto", "scale.use_gpu=false", "since it decodes on GPUs"),
     ("data.decoder!=auto", "teacher.service", "which is sent images that the host has decoded"),
@@ -473,6 +473,11 @@ RULES: tuple[Rule, ...] = (
         " out",
     ),
     (
+        lambda s: len({(each.cache, each.cache_epochs) for each in s.teachers}) > 1,
+        "teachers: all see the same images, and their outputs are cached together or not at all: write the same cache and"
+        " cache_epochs for each",
+    ),
+    (
         lambda s: _is_sharded(s) and not s.data.labels and s.eval.best not in (None, "top1_pct"),
         "eval.best: teacher.placement sharded has no teacher's features in a validation, and {s.eval.best} compares with them:"
         " write top1_pct with eval.path, or leave eval.best out",
@@ -623,7 +628,7 @@ METHOD_RULES: tuple[MethodRule, ...] = (
         " methods on features, such as embed, or leave it out",
     ),
     (
-        lambda s, classes: s.teacher and s.teacher.cache_top_k and s.teacher.cache_top_k < classes and classes,
+        lambda s, classes: any(each.cache_top_k and each.cache_top_k < classes for each in s.all_teachers) and classes,
         lambda m, _: (
             m.requires.teacher
             and (
@@ -631,8 +636,8 @@ METHOD_RULES: tuple[MethodRule, ...] = (
                 or (m.requires.logits and m.requires.all_logits and m.key)
             )
         ),
-        "teacher.cache_top_k: it keeps {s.teacher.cache_top_k} of {when} classes apart, and {found} looks at each: leave it"
-        " out, or set distill.method to kd, without standardize",
+        "teacher.cache_top_k: it keeps {s.all_teachers[0].cache_top_k} of {when} classes apart, and {found} looks at each: leave"
+        " it out, or set distill.method to kd, without standardize",
     ),
     (
         lambda _, classes: classes == 2,

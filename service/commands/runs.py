@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, experiment_file, is_given
+from service.commands.path_types import PathType
 
 if TYPE_CHECKING:
     from service.config.experiment import Resolved
@@ -86,12 +88,21 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
 @RECIPE
 @SET
 @RUNS
-def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
+@click.option(
+    "--publish",
+    type=PathType(path_type=Path, file_okay=False),
+    help="Fill DIR in place of teacher.cache, and add what others need to read it: a reinforced data set.",
+    metavar="DIR",
+)
+def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path, publish: Path | None) -> None:
     """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. If interrupted, repeat the command."""
     from service.config.experiment import load
+    from service.config.files import read_experiment_file
     from service.runs.teacher_cache import fill_cache
 
-    click.echo(fill_cache(load(recipe_or_file, overrides), root))
+    if publish is not None and not read_experiment_file(recipe_or_file).tree.get("teachers"):
+        overrides = (*overrides, f"teacher.cache={json.dumps(str(publish.absolute()))}")
+    click.echo(fill_cache(load(recipe_or_file, overrides), root, publish))
 
 
 def start_run(

@@ -1,14 +1,12 @@
 """Names that other projects have for what an experiment calls otherwise, or does not have."""
 
-from trainables.rules import OF_CACHE
-
 OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("student.pretrained", "student.checkpoint"), "student.weights"),
     **dict.fromkeys(("assistants.pretrained", "assistants.weights"), "an assistant is trained here: leave it out"),
     "teachers.pretrained": "teachers.weights",
     "teacher.others": "write teachers, a list of all, in place of teacher",
     **dict.fromkeys(
-        [f"teachers.{key}" for key in ("cache", *OF_CACHE, "service", "placement", "epochs")],
+        [f"teachers.{key}" for key in ("service", "placement", "epochs")],
         "one teacher alone has it: leave it out, or write teacher, not teachers",
     ),
     **dict.fromkeys(("pretrained", "teacher_weights", "teacher.checkpoint"), "teacher.weights"),

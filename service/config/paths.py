@@ -69,7 +69,7 @@ PATHS: dict[str, Callable[[str], str]] = {
     **{f"{model}.model": absolute_model for model in ("student", "teacher", "teachers", "assistants")},
     **{f"{model}.weights": absolute for model in ("student", "teacher", "teachers")},
     **{f"{model}.classes": absolute for model in ("teacher", "teachers")},
-    "teacher.cache": absolute_or_new,
+    **{f"{model}.cache": absolute_or_new for model in ("teacher", "teachers")},
     "distill.method": with_absolute_file,
     "tracking.uri": absolute_store,
 }

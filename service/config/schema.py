@@ -123,12 +123,13 @@ class Experiment(Section):
 
     def written_cache(self, kind: Literal["train", "sweep"]) -> Path | None:
         """The `teacher.cache` into which a run or a sweep writes, if there is one. A timing run writes none."""
-        if self.teacher is None or self.teacher.cache is None or not self.distills:
+        cache = self.all_teachers[0].cache if self.all_teachers else None
+        if cache is None or not self.distills:
             return None
         timed = self.train.max_steps is not None
         if kind == "sweep":
             timed = self.sweep.timing_steps is not None and not self.sweep.is_time_to_accuracy
-        return None if timed else expand_home(self.teacher.cache).absolute()
+        return None if timed else expand_home(cache).absolute()
 
     def measures_teacher(self, stage: str) -> bool:
         """Whether a stage's teacher is measured: its weights were given, and the stage is a training on real images."""

@@ -23,6 +23,7 @@ from trainables.errors import DistillError, ExperimentError
 from trainables.locks import is_locked, try_lock
 from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir
+from trainables.teachers.cache import IMAGES
 
 ASIDE = ".removed-"
 _KEY = re.compile(r"[0-9a-f]{16,64}")
@@ -91,10 +92,10 @@ class Run:
 
     @property
     def cache(self) -> Path | None:
-        """Its `teacher.cache`."""
+        """Its `teacher.cache`, or the one that all its `teachers` have."""
         try:
-            cache = self.tree["teacher"]["cache"]
-        except (KeyError, TypeError):
+            cache = (self.tree.get("teacher") or self.tree["teachers"][0])["cache"]
+        except (AttributeError, IndexError, KeyError, TypeError):
             return None
         return Path(cache) if isinstance(cache, str) and os.path.isabs(cache) else None
 
@@ -177,7 +178,8 @@ def clean(root: Path, cleaner: Cleaner, *, unfinished: bool, checkpoints_only: b
     for cache in sorted({run.cache for run in removed if run.cache}):
         if not any(run.names(cache) for run in runs if run not in removed):
             for folder in _subfolders(cache):
-                if _KEY.fullmatch(folder.name) and cleaner.is_old(folder, read=True):
+                published = (folder / IMAGES).exists()
+                if _KEY.fullmatch(folder.name) and not published and cleaner.is_old(folder, read=True):
                     cleaner.remove(folder, "logits")
 
 

@@ -56,13 +56,17 @@ def check_parts(experiment: Experiment, num_images: int, num_classes: int, stage
 def note_cache_size(experiment: Experiment, num_images: int, num_classes: int) -> None:
     """Say how large the `teacher.cache` of each stage becomes. `num_images`: of the training split."""
     for name in [name for name in experiment.preparation if name != "teacher"] + ["student"]:
-        _, row_format = _fit(_deciding_config(experiment, name), num_classes)
-        if row_format is not None:
+        for row_format in _fit(_deciding_config(experiment, name), num_classes)[1]:
             from trainables.teachers.cache.cached_teacher import cached_epochs, describe_size
 
-            notice(
-                f"teacher.cache: {describe_size(row_format, num_images, cached_epochs(experiment.stage(name, Path('/'), {})))}"
-            )
+            config = experiment.stage(name, Path("/"), {})
+            num_epochs = cached_epochs(config)
+            notice(f"teacher.cache: {describe_size(row_format, num_images, num_epochs)}")
+            if row_format.mixed and num_epochs < config.optim.epochs:
+                notice(
+                    f"data.device_augment: the order of the images repeats every {num_epochs} epochs, with their augmentations: "
+                    "an image is mixed with its neighbor"
+                )
 
 
 def note_warmup(experiment: Experiment, num_images: int) -> None:
@@ -100,7 +104,7 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
         "teachers": config.teachers,
         "distill": config.distill,
         "optim": {**optim, "losses": losses},
-        "data": config.data.model_dump(include={"image_size", "global_batch_size", "labels"}),
+        "data": config.data.model_dump(include={"image_size", "global_batch_size", "labels", "device_augment"}),
         "train": config.train.model_dump(include={"gradient_checkpointing", "progressive"}),
         "precision": config.precision,
         "scale": scale.model_dump(include={"sync_batch_norm", "pipeline_stages", "micro_batches", "cut"})
@@ -110,12 +114,12 @@ def _deciding_config(experiment: Experiment, stage: str) -> str:
 
 
 @cache
-def _fit(config_json: str, num_classes: int) -> tuple[str | None, Any]:
-    """Why a stage is refused, and the rows of its cache, see `check_fit`."""
+def _fit(config_json: str, num_classes: int) -> tuple[str | None, list[Any]]:
+    """Why a stage is refused, and the rows of its teachers' caches, see `check_fit`."""
     from trainables.engine.dry_run import check_fit
 
     try:
         return None, check_fit(TrainConfig.model_validate_json(config_json), num_classes)
     except DistillError as error:
         # Where it runs there may be more memory than here; if not, it ends as `oom`.
-        return None if kind_of(error) == "out_of_memory" else str(error), None
+        return None if kind_of(error) == "out_of_memory" else str(error), []

@@ -26,7 +26,10 @@ def test_a_cache_that_was_filled_ahead_is_all_that_a_training_asks_for(distill: 
     shown = distill.run("cache", distill.experiment, *settings)
     assert "note: teacher.cache: 1.49 MiB for 1,442 images × 2 epochs: logits 10 + pooled 256 in float16" in shown
     assert "holds the outputs for 2,884 images; 2,884 were computed now" in shown
-    assert "holds the outputs for 2,884 images; 0 were computed now" in distill.run("cache", distill.experiment, *settings)
+    published = distill.run("cache", distill.experiment, *settings, "--publish", tmp_path / "logits")
+    assert "note: --publish: " in published
+    assert "with README.md and read_targets.py, holds the outputs for 2,884 images; 0 were computed now" in published
+    assert (tmp_path / "logits" / "README.md").read_text().startswith("# Reinforced data set")
     distill.run("train", distill.experiment, *settings)
     (run,) = [folder for folder in distill.runs.iterdir() if not folder.name.startswith(".")]
     assert [record["metrics"]["epoch/train/teacher_images"] for record in records(run, "epoch")] == [0, 0]

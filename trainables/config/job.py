@@ -166,6 +166,18 @@ class TrainConfig(Section):
         return tuple(share / math.fsum(shares) for share in shares)
 
     @property
+    def rows_from(self) -> str | None:
+        """See `WeightedConfig.rows_from`: the same for all teachers."""
+        return self.all_teachers[0].rows_from if self.all_teachers else None
+
+    def of_teacher(self, number: int) -> TrainConfig:
+        """The job with one of its teachers alone."""
+        if not self.teachers:
+            return self
+        teacher = TeacherConfig.model_validate(self.teachers[number].model_dump(exclude={"share"}))
+        return self.model_copy(update={"teacher": teacher, "teachers": ()})
+
+    @property
     def measures_noise(self) -> bool:
         """Whether the noise of the gradients is measured, as predictions of the time to an accuracy need it."""
         return self.train.noise_scale or self.train.until_top1_pct is not None
@@ -179,13 +191,15 @@ class TrainConfig(Section):
     @property
     def num_augmentation_epochs(self) -> int | None:
         """The number of different augmentations of an image, which epochs repeat in turn; None: every epoch has its own."""
-        if self.teacher is None or self.teacher.rows_from is None:
+        if self.rows_from is None:
             return None
-        return self.teacher.cache_epochs if self.data.augments_at_random else 1
+        return self.all_teachers[0].cache_epochs if self.data.augments_at_random else 1
 
 
 class FillConfig(TrainConfig):
     """What one worker needs to fill the cache of `teacher`: nothing is trained."""
+
+    publish: bool = Field(False, description="the cache becomes a reinforced data set: see `trainables.teachers.cache.publish`")
 
 
 class EvaluateConfig(Section):

@@ -109,6 +109,27 @@ class WeightedConfig(ModelConfig):
         None,
         description="fold its batch norms into its convolutions; absent: if its precision is bf16 or fp16",
     )
+    cache: str | None = Field(
+        None,
+        min_length=1,
+        description="a folder that all nodes share, which stores its and assistants' outputs for all runs",
+    )
+    cache_top_k: Count | None = Field(None, description="store the k largest logits and the sum of the rest")
+    cache_epochs: Count | None = Field(
+        None, description="epochs with different augmentations, which then repeat; absent: all differ"
+    )
+    cache_feature_dtype: Literal["float16", "fp8"] | None = Field(
+        None, description="how features are stored; fp8: e4m3; absent: float16"
+    )
+
+    @field_validator("cache")
+    @classmethod
+    def _check_cache_folder(cls, cache: str | None) -> str | None:
+        if cache is not None and "://" in cache:
+            raise ValueError("must be a folder that all nodes mount, not a URI")
+        if cache is not None and "\0" in cache:
+            raise ValueError("must be a folder, and no path has the character NUL in it")
+        return cache
 
     @model_validator(mode="before")
     @classmethod
@@ -134,6 +155,11 @@ class WeightedConfig(ModelConfig):
     def embeds_classes(self) -> bool:
         """Whether its logits are cosines to an embedding of each class."""
         return self.classes is not None
+
+    @property
+    def rows_from(self) -> str | None:
+        """The key of what gives rows of the teacher's outputs in place of a network in each worker; None: neither."""
+        return "teacher.cache" if self.cache is not None else None
 
 
 class TeacherOfSeveralConfig(WeightedConfig):
@@ -163,18 +189,6 @@ class TeacherConfig(WeightedConfig):
     lr: Positive | None = Field(None, description="of its training or fine-tuning; absent: optim.lr")
     lr_head: Positive | None = Field(None, description="of its classifier, as optim.lr_head; absent: teacher.lr")
     layer_decay: LayerDecay | None = Field(None, description="as optim.layer_decay; absent: none")
-    cache: str | None = Field(
-        None,
-        min_length=1,
-        description="a folder that all nodes share, which stores its and assistants' outputs for all runs",
-    )
-    cache_top_k: Count | None = Field(None, description="store the k largest logits and the sum of the rest")
-    cache_epochs: Count | None = Field(
-        None, description="epochs with different augmentations, which then repeat; absent: all differ"
-    )
-    cache_feature_dtype: Literal["float16", "fp8"] | None = Field(
-        None, description="how features are stored; fp8: e4m3; absent: float16"
-    )
     service: Annotated[Count, Field(le=1024)] | None = Field(
         None, description="Ray actors that compute its outputs for all students, instead of a network in each worker"
     )
@@ -182,15 +196,6 @@ class TeacherConfig(WeightedConfig):
         "auto",
         description="whole in each worker, or its parameters sharded over the workers; auto: whole if that fits a GPU",
     )
-
-    @field_validator("cache")
-    @classmethod
-    def _check_cache_folder(cls, cache: str | None) -> str | None:
-        if cache is not None and "://" in cache:
-            raise ValueError("must be a folder that all nodes mount, not a URI")
-        if cache is not None and "\0" in cache:
-            raise ValueError("must be a folder, and no path has the character NUL in it")
-        return cache
 
     @property
     def needs_training(self) -> bool:
@@ -203,8 +208,7 @@ class TeacherConfig(WeightedConfig):
 
     @property
     def rows_from(self) -> str | None:
-        """The key of what gives rows of the teacher's outputs in place of a network in each worker; None: neither."""
-        return "teacher.cache" if self.cache is not None else "teacher.service" if self.service is not None else None
+        return super().rows_from or ("teacher.service" if self.service is not None else None)
 
 
 class AssistantConfig(ModelConfig):

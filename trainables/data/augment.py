@@ -214,12 +214,18 @@ def resize_exact(rgb_HWC: NDArray[np.uint8], out_HWC: NDArray[np.uint8]) -> None
     torch.ops.aten._upsample_bilinear2d_aa.out(image_1CHW, out_HWC.shape[:2], False, None, None, out=out_1CHW)
 
 
+def padded_corners(uniforms_BU: NDArray[np.float64]) -> NDArray[np.int64]:
+    """(left, top) of the part of each image that `pad_crop_flip` shows, from -4 to 4: the image's own corner is at 0."""
+    corners_B2: NDArray[np.int64] = (uniforms_BU[:, 1:] * (2 * _PAD + 1)).astype(np.int64) - _PAD
+    return corners_B2
+
+
 def _pad_crop_flip(uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uint8]) -> None:
     """A black border of 4 pixels, a random part as large as the image, and a flip, as for CIFAR."""
     num_images, size = images_BHWC.shape[:2]
     padded_BHWC = np.zeros((num_images, size + 2 * _PAD, size + 2 * _PAD, 3), dtype=np.uint8)
     padded_BHWC[:, _PAD:-_PAD, _PAD:-_PAD] = images_BHWC
-    flips_B, corners_B2 = uniforms_BU[:, 0] < 0.5, (uniforms_BU[:, 1:] * (2 * _PAD + 1)).astype(np.int64)
+    flips_B, corners_B2 = uniforms_BU[:, 0] < 0.5, padded_corners(uniforms_BU) + _PAD
     draws = zip(flips_B.tolist(), corners_B2.tolist(), strict=True)
     for padded_HWC, image_HWC, (flip, (left, top)) in zip(padded_BHWC, images_BHWC, draws, strict=True):
         part_HWC = padded_HWC[top : top + size, left : left + size]

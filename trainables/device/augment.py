@@ -61,7 +61,7 @@ class TrainInputs:
                 images_BCHW = augmentation(images_BCHW, draws.uniforms(name, augmentation.num_uniforms))
             if self._mixing:
                 uniforms_BU = draws.uniforms("mixing", self._mixing.num_uniforms)
-                images_BCHW, mix = self._mixing(images_BCHW, batch.labels_B, uniforms_BU)
+                images_BCHW, mix = self._mixing(images_BCHW, batch.labels_B, uniforms_BU, batch.host_indices_B)
         batch = batch._replace(images_BCHW=self._pixels(images_BCHW))
         return batch._replace(mix=mix) if mix else batch
 

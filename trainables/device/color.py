@@ -65,15 +65,20 @@ class ColorJitter:
 
     def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
         """See Augmentation."""
+        factors_B4, order_B4, changed_B = self.factors(uniforms_BU)
+        changed_BCHW = jitter(pixels_BCHW, factors_B4, order_B4, hue=self._config.hue > 0)
+        if self._config.probability == 1:
+            return changed_BCHW
+        return torch.where(column(changed_B), changed_BCHW, pixels_BCHW)
+
+    def factors(self, uniforms_BU: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Brightness, contrast, saturation and hue (B, 4), by what they are sorted, and which images are changed (B,)."""
         order_B4, at_B4, changed_B1 = uniforms_BU.tensor_split((4, 8), dim=1)
         config = self._config
         ranges = [(max(0.0, 1 - width), 1 + width) for width in (config.brightness, config.contrast, config.saturation)]
         ranges.append((-config.hue, config.hue))
         factors_B4 = torch.stack([low + (high - low) * at_B4[:, factor] for factor, (low, high) in enumerate(ranges)], dim=1)
-        changed_BCHW = jitter(pixels_BCHW, factors_B4, order_B4, hue=config.hue > 0)
-        if config.probability == 1:
-            return changed_BCHW
-        return torch.where(column(changed_B1[:, 0] < config.probability), changed_BCHW, pixels_BCHW)
+        return factors_B4, order_B4, changed_B1[:, 0] < config.probability
 
 
 class Grayscale:

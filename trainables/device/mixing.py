@@ -23,6 +23,7 @@ class Mix(NamedTuple):
 
     labels_B: Tensor  # int64, of the other image
     share_B: Tensor  # float64 in [0, 1], of the image's own label
+    partners_B: Tensor  # int64 on the host, dataset-wide, of the other image
 
 
 class Mixing:
@@ -33,26 +34,35 @@ class Mixing:
     def __init__(self, mixup_alpha: float, cutmix_alpha: float) -> None:
         self._mixup_alpha, self._cutmix_alpha = mixup_alpha, cutmix_alpha
 
-    def __call__(self, images_BCHW: Tensor, labels_B: Tensor, uniforms_BU: Tensor) -> tuple[Tensor, Mix]:
+    def __call__(self, images_BCHW: Tensor, labels_B: Tensor, uniforms_BU: Tensor, host_indices_B: Tensor) -> tuple[Tensor, Mix]:
         """Mix the images of each pair with each other, by `num_uniforms` random numbers a sample."""
         partners_B = partners(len(labels_B), images_BCHW.device)
+        partners_BCHW = images_BCHW[partners_B]
+        height, width = images_BCHW.shape[2:]
+        mixup_share_B, boxes_B4 = self.shares(uniforms_BU, height, width)
+        share_B = mixup_share_B
+        if self._cutmix_alpha:
+            images_BCHW = torch.where(inside(boxes_B4, height, width), partners_BCHW, images_BCHW)
+            share_B = mixup_share_B * own_area(boxes_B4, height, width)
+        if self._mixup_alpha:
+            share = column(mixup_share_B).to(images_BCHW.dtype)
+            images_BCHW = partners_BCHW * (1 - share) + images_BCHW * share
+        host_partners_B = host_indices_B[partners(len(host_indices_B), host_indices_B.device)]
+        return images_BCHW, Mix(labels_B[partners_B], share_B, host_partners_B)
+
+    def shares(self, uniforms_BU: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """MixUp's share (B,) of the own pixels, float64, 1 where CutMix was drawn; CutMix's (top, left, bottom, right) of the
+        partner's, (B, 4), empty where MixUp was."""
         which_B, share_at_B2, position_B2 = uniforms_BU[:, 0], uniforms_BU[:, 1:3], uniforms_BU[:, 3:]
         mixup_part = 0.5 if self._mixup_alpha and self._cutmix_alpha else float(bool(self._mixup_alpha))
         mixup_B = which_B < mixup_part
-        share_B = torch.ones_like(which_B)
-        height, width = images_BCHW.shape[2:]
-        partners_BCHW = images_BCHW[partners_B]
+        share_B, boxes_B4 = torch.ones_like(which_B), which_B.new_zeros((len(which_B), 4))
         if self._cutmix_alpha:
             boxes_B4 = cut_boxes(symmetric_beta(self._cutmix_alpha, share_at_B2), position_B2, height, width)
             boxes_B4 = boxes_B4.masked_fill(mixup_B[:, None], 0)
-            images_BCHW = torch.where(inside(boxes_B4, height, width), partners_BCHW, images_BCHW)
-            share_B = own_area(boxes_B4, height, width)
         if self._mixup_alpha:
-            mixup_share_B = symmetric_beta(self._mixup_alpha, share_at_B2).masked_fill(~mixup_B, 1)
-            share = column(mixup_share_B).to(images_BCHW.dtype)
-            images_BCHW = partners_BCHW * (1 - share) + images_BCHW * share
-            share_B = torch.where(mixup_B, mixup_share_B, share_B)
-        return images_BCHW, Mix(labels_B[partners_B], share_B)
+            share_B = symmetric_beta(self._mixup_alpha, share_at_B2).masked_fill(~mixup_B, 1)
+        return share_B, boxes_B4
 
 
 def partners(count: int, device: torch.device) -> Tensor:

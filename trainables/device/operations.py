@@ -51,16 +51,17 @@ class Operations:
 
     def __init__(self, space: Space, image_size: int, device: torch.device) -> None:
         self._bins, self._device = space.bins, device
-        kinds = [
+        self.named = [
             (name, -amount if minus and name in _SIGNED else amount)
             for name in OPERATIONS
             for minus in (False, True)
             for amount in amounts(name, space, image_size)
         ]
-        self._warps_K6 = torch.tensor([warp(*kind, image_size) for kind in kinds], dtype=torch.float64).to(device)
-        self._levels_KL = torch.stack([levels(*kind) for kind in kinds]).float().to(device)
+        """The operation and the amount of each kind."""
+        self._warps_K6 = torch.tensor([warp(*kind, image_size) for kind in self.named], dtype=torch.float64).to(device)
+        self._levels_KL = torch.stack([levels(*kind) for kind in self.named]).float().to(device)
         blends = ("contrast", "color", "sharpness")
-        factors = [[1 + amount if name == own else 1.0 for own in blends] for name, amount in kinds]
+        factors = [[1 + amount if name == own else 1.0 for own in blends] for name, amount in self.named]
         self._factors_K3 = torch.tensor(factors, dtype=torch.float64).to(device)
 
     def kinds(self, operation_B: Tensor, bin_B: Tensor | int, sign_B: Tensor) -> Tensor:

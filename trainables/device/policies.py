@@ -4,7 +4,7 @@ Shapes: B images, C=3 channels, H W pixels, U random numbers a sample, N operati
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,24 @@ _TORCHVISIONS = OPERATIONS[: OPERATIONS.index("invert")]
 _TIMMS = OPERATIONS[1:]  # no identity, but invert and solarize_add
 
 
-class RandAugment:
+class Chain:
+    """Operations one after the other."""
+
+    operations: Operations
+    num_uniforms: int
+
+    def kinds(self, uniforms_BU: Tensor) -> Iterator[Tensor]:
+        """The kinds (B,) of each operation on the images that have these random numbers."""
+        raise NotImplementedError
+
+    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
+        """See Augmentation."""
+        for kinds_B in self.kinds(uniforms_BU):
+            pixels_BCHW = self.operations(pixels_BCHW, kinds_B)
+        return pixels_BCHW
+
+
+class RandAugment(Chain):
     """Cubuk, Zoph, Shlens and Le 2020: `num_ops` of the operations, all with one magnitude.
 
     torchvision's, with magnitudes 0 to 30, or timm's `rand-…-inc1`, with 0 to 10, which leaves out every second operation.
@@ -31,36 +48,34 @@ class RandAugment:
         self.num_uniforms = self._DRAWS * config.num_ops
         self._config, is_timms = config, config.name == "randaugment_timm"
         space = SPACES[config.name]
-        self._operations, self._last = Operations(space, image_size, device), space.bins - 1
-        self._choice = self._operations.numbers(_TIMMS if is_timms else _TORCHVISIONS)
+        self.operations, self._last = Operations(space, image_size, device), space.bins - 1
+        self._choice = self.operations.numbers(_TIMMS if is_timms else _TORCHVISIONS)
         self._per_magnitude, self._probability = (10, 0.5) if is_timms else (1, 1.0)
 
-    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
-        """See Augmentation."""
+    def kinds(self, uniforms_BU: Tensor) -> Iterator[Tensor]:
+        """See Chain."""
         for operation_B, sign_B, chance_B, *normal in uniforms_BU.T.split(self._DRAWS):
             noise_B = (-2 * torch.log1p(-normal[0])).sqrt() * torch.cos(2 * math.pi * normal[1])  # Box and Muller 1958
             magnitude_B = self._config.magnitude + self._config.magnitude_std * noise_B
             bin_B = (magnitude_B * self._per_magnitude).round().clamp(0, self._last).long()
-            kinds_B = self._operations.kinds(pick(self._choice, operation_B), bin_B, sign_B)
-            pixels_BCHW = self._operations(pixels_BCHW, kinds_B.masked_fill(chance_B >= self._probability, 0))
-        return pixels_BCHW
+            kinds_B = self.operations.kinds(pick(self._choice, operation_B), bin_B, sign_B)
+            yield kinds_B.masked_fill(chance_B >= self._probability, 0)
 
 
-class TrivialAugment:
+class TrivialAugment(Chain):
     """Müller and Hutter 2021: one operation, with any magnitude of a wide range."""
 
     num_uniforms = 3
 
     def __init__(self, config: PolicyConfig, image_size: int, device: torch.device) -> None:
-        self._operations = Operations(SPACES[config.name], image_size, device)
-        self._choice = self._operations.numbers(_TORCHVISIONS)
+        self.operations = Operations(SPACES[config.name], image_size, device)
+        self._choice = self.operations.numbers(_TORCHVISIONS)
         self._bins = torch.arange(SPACES[config.name].bins).to(device)
 
-    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
-        """See Augmentation."""
+    def kinds(self, uniforms_BU: Tensor) -> Iterator[Tensor]:
+        """See Chain."""
         operation_B, bin_B, sign_B = uniforms_BU.unbind(1)
-        kinds_B = self._operations.kinds(pick(self._choice, operation_B), pick(self._bins, bin_B), sign_B)
-        return self._operations(pixels_BCHW, kinds_B)
+        yield self.operations.kinds(pick(self._choice, operation_B), pick(self._bins, bin_B), sign_B)
 
 
 _IMAGENET = """
@@ -74,28 +89,26 @@ equalize 0.8 0 equalize 0.6 0
 """
 
 
-class AutoAugment:
+class AutoAugment(Chain):
     """Cubuk, Zoph, Mané, Vasudevan and Le 2019: one of 25 pairs of operations, each with its probability and bin (table 9)."""
 
     num_uniforms = 5
 
     def __init__(self, config: PolicyConfig, image_size: int, device: torch.device) -> None:
-        self._operations = Operations(SPACES[config.name], image_size, device)
+        self.operations = Operations(SPACES[config.name], image_size, device)
         words = [pair.split() for pair in _IMAGENET.split(",")]
         self._pairs = torch.arange(len(words)).to(device)
-        self._numbers_P2 = self._operations.numbers(tuple(word for pair in words for word in pair[::3])).view(-1, 2)
+        self._numbers_P2 = self.operations.numbers(tuple(word for pair in words for word in pair[::3])).view(-1, 2)
         self._bins_P2 = torch.tensor([[int(word) for word in pair[2::3]] for pair in words]).to(device)
         self._probabilities_P2 = torch.tensor([[float(word) for word in pair[1::3]] for pair in words]).double().to(device)
 
-    def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
-        """See Augmentation."""
+    def kinds(self, uniforms_BU: Tensor) -> Iterator[Tensor]:
+        """See Chain."""
         pair_B, *draws = uniforms_BU.unbind(1)
         pair_B = pick(self._pairs, pair_B)
         for nth, (chance_B, sign_B) in enumerate((draws[:2], draws[2:])):
-            kinds_B = self._operations.kinds(self._numbers_P2[pair_B, nth], self._bins_P2[pair_B, nth], sign_B)
-            skipped_B = chance_B >= self._probabilities_P2[pair_B, nth]
-            pixels_BCHW = self._operations(pixels_BCHW, kinds_B.masked_fill(skipped_B, 0))
-        return pixels_BCHW
+            kinds_B = self.operations.kinds(self._numbers_P2[pair_B, nth], self._bins_P2[pair_B, nth], sign_B)
+            yield kinds_B.masked_fill(chance_B >= self._probabilities_P2[pair_B, nth], 0)
 
 
 class AugMix:
@@ -108,8 +121,8 @@ class AugMix:
     num_uniforms = 1 + _CHAINS * (2 + 3 * _DEPTH)
 
     def __init__(self, config: PolicyConfig, image_size: int, device: torch.device) -> None:
-        self._operations = Operations(SPACES[config.name], image_size, device)
-        self._choice = self._operations.numbers(_TORCHVISIONS[1:])
+        self.operations = Operations(SPACES[config.name], image_size, device)
+        self._choice = self.operations.numbers(_TORCHVISIONS[1:])
         self._bins = torch.arange(config.severity).to(device)
 
     def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
@@ -123,8 +136,8 @@ class AugMix:
             changed_BCHW = pixels_BCHW
             for nth, draws_B3 in enumerate(draws_NB3):
                 operation_B, bin_B, sign_B = draws_B3.unbind(1)
-                kinds_B = self._operations.kinds(pick(self._choice, operation_B), pick(self._bins, bin_B), sign_B)
-                changed_BCHW = self._operations(changed_BCHW, kinds_B.masked_fill(depth_B * self._DEPTH < nth, 0))
+                kinds_B = self.operations.kinds(pick(self._choice, operation_B), pick(self._bins, bin_B), sign_B)
+                changed_BCHW = self.operations(changed_BCHW, kinds_B.masked_fill(depth_B * self._DEPTH < nth, 0))
             mixed_BCHW = mixed_BCHW.addcmul_(changed_BCHW, column(shares_BW[:, chain]).to(pixels_BCHW.dtype))
         return mixed_BCHW.clamp_(0, WHITE).floor_()
 
@@ -164,7 +177,7 @@ def pick(values: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 Policy = RandAugment | AutoAugment | TrivialAugment | AugMix | ThreeAugment
-POLICIES: dict[str, Callable[[PolicyConfig, int, torch.device], Policy]] = {
+POLICIES: dict[str, type[Policy]] = {
     "randaugment": RandAugment,
     "randaugment_timm": RandAugment,
     "autoaugment": AutoAugment,

@@ -29,10 +29,10 @@ from trainables.teachers.network import untrained_networks
 from trainables.teachers.rows import RowFormat
 
 
-def check_fit(config: TrainConfig, num_classes: int) -> RowFormat | None:
+def check_fit(config: TrainConfig, num_classes: int) -> list[RowFormat]:
     """Raise what `trainables.engine.train.build` would raise of the models and methods of `config`; no weights are read.
 
-    Returns the rows of its cache, if it has one.
+    Returns the rows of each teacher's cache, if they have one.
 
     Raises:
         ExperimentError: methods and options do not fit together, or cannot be trained in stages, or there is no such optimizer.
@@ -47,8 +47,10 @@ def check_fit(config: TrainConfig, num_classes: int) -> RowFormat | None:
         if config.scale.pipeline_stages > 1:
             possible_cuts(each, module)
     methods = methods_with_teacher(config)
-    cached = config.teacher is not None and config.teacher.cache is not None and bool(methods)
-    return cached_format(config, num_classes, method_reads(methods, readers)) if cached else None
+    if config.rows_from != "teacher.cache" or not methods:
+        return []
+    numbers = range(len(config.all_teachers))
+    return [cached_format(config.of_teacher(n), num_classes, method_reads(methods, readers, n)) for n in numbers]
 
 
 def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:
@@ -71,14 +73,14 @@ def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[Distillati
         ModelError: a model does not exist, or does not take these images.
     """
     module, networks, _ = _untrained(config, num_classes)
-    return module, [] if config.teacher is not None and config.teacher.rows_from is not None else networks
+    return module, [] if config.rows_from is not None else networks
 
 
 def _untrained(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, list[nn.Module], list[TapReader]]:
     """The distillation module of a job, the teachers' networks that methods are built for, and the readers of these."""
     _, student = build_student(config, Group(), num_classes)
-    networks, teacher, methods = list[nn.Module](), config.teacher, methods_with_teacher(config)
-    if methods and (teacher is None or teacher.rows_from is None or reads_features(methods)):
+    networks, methods = list[nn.Module](), methods_with_teacher(config)
+    if methods and (config.rows_from is None or reads_features(methods)):
         networks = untrained_networks(config, num_classes)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
     module, readers = build_distillation_module(config, Group(), student, networks, num_classes, labels_M)

@@ -3,7 +3,7 @@
 Shapes: M training samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -25,9 +25,9 @@ from trainables.models.registry import build_model, check_forward
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.notices import notice
 from trainables.rules import METHOD_RULES, first_problem_of_methods, labels_are_used
-from trainables.teachers.cache.cached_teacher import CachedTeacher
+from trainables.teachers.cache.cached_teacher import CachedTeacher, cached_teacher
 from trainables.teachers.interface import TeacherInterface
-from trainables.teachers.network import TeacherNetwork, load_networks, teacher_readers
+from trainables.teachers.network import TeacherNetwork, by_key, load_networks, naming, teacher_readers
 from trainables.teachers.rows import MethodReads
 from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
@@ -53,24 +53,37 @@ def build_modules(
     """
     methods = methods_with_teacher(config)
     has_teacher = bool(methods) and any(each.weights is not None for each in config.all_teachers)
-    rows_from = config.teacher.rows_from if config.teacher is not None else None
+    rows_from = config.rows_from
     networks = load_networks(config, classes) if has_teacher and (rows_from is None or reads_features(methods)) else []
     module, readers = build_distillation_module(config, group, student, networks, len(classes), loader.labels_M)
     if not has_teacher:
         return module, None
     if rows_from == "teacher.cache":
-        return module, CachedTeacher(config, group, classes, loader, method_reads(methods, readers))
+        return module, cached_teacher([*_cached(config, group, classes, loader, methods, readers)], config.shares)
     if rows_from == "teacher.service":
         return module, ServiceTeacher(config, group, classes, loader, connections, method_reads(methods, readers))
     autocasts = [teacher_autocast(each, config, group.device) for each in config.all_teachers]
     return module, TeacherNetwork(networks, readers, config.shares, autocasts)
 
 
-def build_cached_teacher(config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader) -> CachedTeacher:
-    """The teacher of `build_modules` where it is cached, without a student. Raises DistillError: see there."""
+def build_cached_teachers(config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader) -> list[CachedTeacher]:
+    """The teachers of `build_modules` where they are cached, without a student. Raises DistillError: see there."""
     methods = methods_with_teacher(config)
     readers = teacher_readers(config, load_networks(config, classes), methods) if reads_features(methods) else []
-    return CachedTeacher(config, group, classes, loader, method_reads(methods, readers))
+    return [*_cached(config, group, classes, loader, methods, readers)]
+
+
+def _cached(
+    config: TrainConfig,
+    group: Group,
+    classes: tuple[str, ...],
+    loader: Loader,
+    methods: Sequence[SelectedMethod],
+    readers: Sequence[TapReader],
+) -> Iterator[CachedTeacher]:
+    for number, (key, _) in enumerate(by_key(config.all_teachers)):
+        with naming(key):
+            yield CachedTeacher(config.of_teacher(number), group, classes, loader, method_reads(methods, readers, number))
 
 
 def reads_features(methods: Sequence[SelectedMethod]) -> bool:
@@ -78,9 +91,13 @@ def reads_features(methods: Sequence[SelectedMethod]) -> bool:
     return any(method.teacher_taps for method in methods)
 
 
-def method_reads(methods: Sequence[SelectedMethod], readers: Sequence[TapReader]) -> dict[str, MethodReads]:
-    """What each method reads of the one teacher. `readers`: that of its network; none: no method reads features."""
-    return {m.key: MethodReads(m.requires.logits, readers[0].named_shapes(m.key) if readers else ()) for m in methods}
+def method_reads(methods: Sequence[SelectedMethod], readers: Sequence[TapReader], number: int = 0) -> dict[str, MethodReads]:
+    """What each method reads of a teacher, by its number. `readers`: of the networks; none: no method reads features."""
+    return {
+        m.key: MethodReads(m.requires.logits, readers[number].named_shapes(m.key) if readers else ())
+        for m in methods
+        if m.teacher in (None, number)
+    }
 
 
 def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:

@@ -87,7 +87,7 @@ def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2
 
 
 def run_teacher(train_state: TrainState, part: DeviceBatch) -> TeacherOutputs:
-    request = TeacherRequest(part.host_indices_B, part.epoch)
+    request = TeacherRequest(part.host_indices_B, part.epoch, part.mix and part.mix.partners_B)
     with train_state.autocast():
         return train_state.teacher(part.images_BCHW, len(part.labels_B), request)
 

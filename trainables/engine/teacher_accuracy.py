@@ -29,6 +29,7 @@ from trainables.models.weights import teacher_sha256
 from trainables.object_store.store import ObjectStore, is_uri
 from trainables.rundir import write_atomic
 from trainables.stage_result import TeacherAccuracy
+from trainables.teachers.cache.cached_teacher import CachedTeachers
 from trainables.teachers.cache.key import cache_key
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.network import TeacherNetwork, fit, load_networks, move
@@ -61,6 +62,8 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy | None]:
     found = list[TeacherAccuracy | None]()
     for number, each in enumerate(config.all_teachers):
         teacher, why = job.train_state.teacher, reason
+        if isinstance(teacher, CachedTeachers):
+            teacher = teacher.teachers[number]
         if reason is None and isinstance(teacher, TeacherNetwork) and not has_classifier(teacher.networks[number]):
             why = "its classes are not the data's, and its features alone are read"
         elif reason is None and isinstance(teacher, RowTeacher) and not teacher.row_format.has_logits:
@@ -145,7 +148,7 @@ def _network(job: Job, number: int) -> nn.Module:
     """A teacher, by its number; where its logits are cached, a network of its own to measure."""
     teacher = job.train_state.teacher
     if not isinstance(teacher, TeacherNetwork):
-        return move(load_networks(job.config, job.checkpoint_state.about["classes"])[0], job.config, job.group.device)
+        return move(load_networks(job.config, job.checkpoint_state.about["classes"])[number], job.config, job.group.device)
     return teacher.networks[number]
 
 

@@ -14,12 +14,14 @@ from trainables.methods.contract import ModelOutputs
 
 
 class TeacherRequest(NamedTuple):
-    """Identifies the images of a forward pass: with the experiment's seed, these two decide every pixel of them."""
+    """Identifies the images of a forward pass: with the experiment's seed, these decide every pixel of them."""
 
     indices_B: Tensor
     """Dataset-wide sample indices on the host, int64."""
     epoch: int
     """The epoch by which the images are augmented."""
+    partners_B: Tensor | None = None
+    """The indices of the images with which they are mixed, on the host; None: they are not."""
 
 
 class TeacherInterface(ABC):

@@ -36,6 +36,8 @@ _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 _SCALE = " scale"
 _INT16_CLASSES = 2**15
+PARTNER = "partner"
+"""The column of mixed images: the dataset-wide index of the image with which this one is mixed."""
 
 
 class MethodReads(NamedTuple):
@@ -52,6 +54,8 @@ class RowFormat(ABC):
     """Those of the features, in the order in which `encode` takes and `decode` returns them."""
     feature_dtype: str = "float16"
     """How the features are stored."""
+    mixed: bool = False
+    """Whether the images are mixed, and rows have a `PARTNER`."""
 
     @property
     def has_logits(self) -> bool:
@@ -84,9 +88,12 @@ class RowFormat(ABC):
     @cached_property
     def row(self) -> np.dtype[Any]:
         """A row: the dataset-wide index of its `sample`, then the columns."""
-        return np.dtype([("sample", "int32"), *((name, *column) for name, column in self.columns.items())])
+        partner = [(PARTNER, "int32")] if self.mixed else []
+        return np.dtype([("sample", "int32"), *partner, *((name, *column) for name, column in self.columns.items())])
 
-    def to_host(self, samples_B: NDArray[np.int64], columns: Columns) -> Callable[[], Rows]:
+    def to_host(
+        self, samples_B: NDArray[np.int64], columns: Columns, partners_B: NDArray[np.int64] | None = None
+    ) -> Callable[[], Rows]:
         """Begin to copy columns to the host; the result, called in any thread, waits for the copy and returns the rows."""
         device, copied = next(iter(columns.values())).device, None
         copies = {name: column.to("cpu", non_blocking=True) for name, column in columns.items()}
@@ -99,7 +106,7 @@ class RowFormat(ABC):
                 bind_thread(device)
                 copied.synchronize()  # type: ignore[no-untyped-call]
             rows_B = np.empty(len(samples_B), self.row)
-            for name, values in {"sample": samples_B, **copies}.items():
+            for name, values in {"sample": samples_B, **({PARTNER: partners_B} if self.mixed else {}), **copies}.items():
                 rows_B[name] = values
             return rows_B
 
@@ -110,7 +117,7 @@ class RowFormat(ABC):
         bytes_BN = torch.from_numpy(rows_B.view(np.uint8).reshape(len(rows_B), self.row.itemsize))
         if device.type == "cuda":
             bytes_BN = bytes_BN.pin_memory().to(device, non_blocking=True)
-        columns, start = {}, self.row["sample"].itemsize
+        columns, start = {}, self.row["sample"].itemsize * (2 if self.mixed else 1)
         for name, (dtype, shape) in self.columns.items():
             end = start + self.row[name].itemsize
             column = bytes_BN[:, start:end].clone(memory_format=torch.contiguous_format)
@@ -206,6 +213,7 @@ class HalfLogits(RowFormat):
 
     num_classes: int
     top_k: int | None = None
+    mixed: bool = False
 
     @property
     def key(self) -> dict[str, Any]:
@@ -259,6 +267,7 @@ class StoredFeatures(RowFormat):
     logits: RowFormat | None
     taps: NamedShapes
     feature_dtype: str = "float16"
+    mixed: bool = False
 
     @property
     def has_logits(self) -> bool:
@@ -316,4 +325,6 @@ def format_of(reads: Mapping[str, MethodReads], logits: RowFormat, dtype: str = 
     """The rows of what these methods read together: features in `dtype`, and `logits` as they are stored or sent where one reads
     them."""
     taps = tuple(sorted({tap for each in reads.values() for tap in each.taps}))
-    return StoredFeatures(logits if any(each.logits for each in reads.values()) else None, taps, dtype) if taps else logits
+    if not taps:
+        return logits
+    return StoredFeatures(logits if any(each.logits for each in reads.values()) else None, taps, dtype, logits.mixed)

@@ -30,7 +30,7 @@ from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.features import embed_checkpoint, probe_checkpoint
 from trainables.engine.job import Job
 from trainables.engine.job_parts import open_loaders
-from trainables.engine.modules import build_cached_teacher
+from trainables.engine.modules import build_cached_teachers
 from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat, watched
 from trainables.metrics.report import Report
@@ -216,8 +216,8 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
             reporter = Reporter(config, settings["recorder"], group, disk)
             classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
             with contextlib.closing(loader), contextlib.closing(val_loader):
-                teacher = build_cached_teacher(config, group, classes, loader)
-                metrics = fill(config, group, teacher, (loader, val_loader), reporter.report, heartbeat)
+                teachers = build_cached_teachers(config, group, classes, loader)
+                metrics = fill(config, group, teachers, (loader, val_loader), reporter.report, heartbeat)
             reporter.complete(config, metrics)
 
 

@@ -23,7 +23,7 @@ from service.runs.events import Event
 Action = Literal["kill", "stop", "fill", "jump"]
 WRITES = {
     "checkpoint": r"\.safetensors",
-    "cached logits": r"\.npy",
+    "cached logits": r"\.arrow",
     "cache's key": r"key\.json",
     "log": r"events\.jsonl$",
     "MLflow's position": r"\.mlflow\.json",

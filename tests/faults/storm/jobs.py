@@ -24,7 +24,7 @@ from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine.job_parts import open_loaders
-from trainables.engine.modules import build_cached_teacher
+from trainables.engine.modules import build_cached_teachers
 from trainables.engine.train import build, run_job
 from trainables.rundir import RunDir
 from trainables.teachers.cache.fill import fill, sequential
@@ -60,8 +60,8 @@ def fill_cache(group: Group, disk: Path, settings: TrainConfig, points: list[Fau
     with reporting(group, config) as (reporter, _):
         classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
         with contextlib.closing(loader), contextlib.closing(val_loader):
-            teacher = build_cached_teacher(config, group, classes, loader)
-            metrics = fill(config, group, teacher, (loader, val_loader), reporter.report)
+            teachers = build_cached_teachers(config, group, classes, loader)
+            metrics = fill(config, group, teachers, (loader, val_loader), reporter.report)
         reporter.complete(config, metrics)
     return counts
 

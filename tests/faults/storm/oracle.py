@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 import torch
 from safetensors.torch import load_file
 
@@ -89,10 +89,9 @@ def cache_losses(whole: Path, struck: Path) -> Iterator[str]:
 def cached_rows(cache: Path) -> dict[tuple[str, int], bytes]:
     """(key, epoch and sample) → its columns, of all blocks of a cache."""
     rows = dict[tuple[str, int], bytes]()
-    for path in cache.rglob("*.npy"):
-        block = np.load(path)
-        for row in block:
-            rows[f"{path.parent.parent.name}/{path.parent.name}", int(row["sample"])] = row.tobytes()
+    for path in cache.rglob("*.arrow"):
+        for row in pa.ipc.open_file(path.read_bytes()).read_all().to_pylist():
+            rows[f"{path.parent.parent.name}/{path.parent.name}", row["sample"]] = repr(row).encode()
     return rows
 
 

@@ -166,6 +166,18 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.cache_epochs=2",), "teacher.cache_epochs needs teacher.cache"),
         (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
         (
+            ("teacher=null", "teachers=[{model: mlp_small, weights: x, cache: /c}, {model: mlp_small, weights: x}]"),
+            "teachers: all see the same images, and their outputs are cached together or not at all",
+        ),
+        (
+            ("teacher=null", "teachers=[{model: mlp_small, weights: x, cache: /c}, {model: mlp_small, weights: x, cache: /d}]"),
+            "write the same cache and cache_epochs for each",
+        ),
+        (
+            ("teacher=null", "teachers=[{model: mlp_small, weights: x}, {model: mlp_small, weights: x, cache_top_k: 2}]"),
+            "teacher.cache_top_k needs teacher.cache",
+        ),
+        (
             ("teacher.cache=/c", "teacher.service=1"),
             "whose outputs it would store: write teacher.cache: null, or write teacher.service: null",
         ),

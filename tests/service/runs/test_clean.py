@@ -205,6 +205,26 @@ def test_a_cache_goes_with_the_last_run_that_names_it_once_nobody_has_read_it(ro
     assert [path.name for path in cache.iterdir()] == ["notes"]
 
 
+def test_outputs_that_were_published_stay(root: Path, run_clean: Clean) -> None:
+    folder = root.parent / "set" / ("0" * 32)
+    folder.mkdir(parents=True)
+    (folder / "images.txt").write_text("cat/1.png\n")
+    aged(folder.parent)
+    make_run(root / "old", experiment=f"teacher: {{cache: {folder.parent}}}")
+    run_clean()
+    assert folder.exists()
+    assert not (root / "old").exists()
+
+
+def test_the_cache_of_several_teachers_is_that_of_a_run_too(root: Path, run_clean: Clean) -> None:
+    folder = root.parent / "set" / ("0" * 32)
+    folder.mkdir(parents=True)
+    aged(folder.parent)
+    make_run(root / "old", experiment=f"{{teacher: null, teachers: [{{cache: {folder.parent}}}]}}")
+    run_clean()
+    assert not folder.exists()
+
+
 def test_of_checkpoints_a_complete_run_needs_its_best_alone_and_a_sweep_those_of_its_best_trial(
     root: Path, run_clean: Clean
 ) -> None:

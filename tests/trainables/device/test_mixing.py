@@ -40,7 +40,7 @@ def test_partners_are_pairs_and_an_odd_one_out_is_its_own() -> None:
 
 
 def test_mixup_shares_every_pixel_with_the_partner() -> None:
-    mixed, mix = Mixing(0.4, 0.0)(IMAGES, LABELS, UNIFORMS)
+    mixed, mix = Mixing(0.4, 0.0)(IMAGES, LABELS, UNIFORMS, LABELS)
     assert mix.labels_B.tolist() == (LABELS ^ 1).tolist()
     assert 0 < float(mix.share_B.min()) < float(mix.share_B.max()) < 1
     for row, share in enumerate(mix.share_B.tolist()):
@@ -55,7 +55,7 @@ def torchvisions_box(share: float, x_at: float, y_at: float, size: int) -> tuple
 
 
 def test_cutmix_pastes_a_part_of_the_partner_and_shares_by_area() -> None:
-    mixed, mix = Mixing(0.0, 1.0)(IMAGES, LABELS, UNIFORMS)
+    mixed, mix = Mixing(0.0, 1.0)(IMAGES, LABELS, UNIFORMS, LABELS)
     shares = symmetric_beta(1.0, UNIFORMS[:, 1:3])
     assert torch.equal(own_area(cut_boxes(shares, UNIFORMS[:, 3:], 12, 12), 12, 12), mix.share_B)
     for row in range(COUNT):
@@ -69,7 +69,7 @@ def test_cutmix_pastes_a_part_of_the_partner_and_shares_by_area() -> None:
 
 def test_with_both_each_image_is_as_one_of_them_alone_would_make_it() -> None:
     (both, mix), (up, up_mix), (cut, cut_mix) = (
-        Mixing(*alphas)(IMAGES, LABELS, UNIFORMS) for alphas in ((0.4, 1.0), (0.4, 0.0), (0.0, 1.0))
+        Mixing(*alphas)(IMAGES, LABELS, UNIFORMS, LABELS) for alphas in ((0.4, 1.0), (0.4, 0.0), (0.0, 1.0))
     )
     is_up = [torch.equal(both[row], up[row]) and bool(mix.share_B[row] == up_mix.share_B[row]) for row in range(COUNT)]
     is_cut = [torch.equal(both[row], cut[row]) and bool(mix.share_B[row] == cut_mix.share_B[row]) for row in range(COUNT)]
@@ -80,7 +80,7 @@ def test_with_both_each_image_is_as_one_of_them_alone_would_make_it() -> None:
 def test_the_cross_entropy_of_a_mixed_image_is_that_of_its_soft_label() -> None:
     student, aux, teacher = torch.randn((3, 4, 5), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0, 1, 2, 3])
-    mix = Mix(torch.tensor([1, 0, 2, 4]), torch.tensor([0.25, 0.5, 0.75, 1.0], dtype=torch.float64))
+    mix = Mix(torch.tensor([1, 0, 2, 4]), torch.tensor([0.25, 0.5, 0.75, 1.0], dtype=torch.float64), torch.arange(4))
     soft = torch.zeros((4, 5), dtype=torch.float64)
     for row in range(4):
         soft[row, labels[row]] += mix.share_B[row]
@@ -93,7 +93,7 @@ def test_the_cross_entropy_of_a_mixed_image_is_that_of_its_soft_label() -> None:
 
 
 def test_micro_batches_keep_an_images_two_labels_and_share_together() -> None:
-    mixed = DeviceBatch(IMAGES, LABELS, LABELS + 100, LABELS + 100, epoch=0, mix=Mix(LABELS ^ 1, LABELS / COUNT))
+    mixed = DeviceBatch(IMAGES, LABELS, LABELS + 100, LABELS + 100, epoch=0, mix=Mix(LABELS ^ 1, LABELS / COUNT, LABELS ^ 1))
     parts = micro_batches(mixed, 3)
     assert [len(part.labels_B) for part in parts] == [22, 21, 21]
     for part in parts:

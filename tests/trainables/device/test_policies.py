@@ -129,7 +129,7 @@ def test_operations_signs_and_bins_are_equally_likely(name: str, count: int) -> 
     settings = {"name": name, **({"num_ops": 1} if name.startswith("rand") else {})}
     policy: Any = POLICIES[name](PolicyConfig.model_validate(settings), 1, torch.device("cpu"))
     kinds, bins = list[Tensor](), SPACES[name].bins
-    policy._operations = type("Seen", (), {"kinds": policy._operations.kinds, "__call__": lambda _, x, k: kinds.append(k) or x})()
+    policy.operations = type("Seen", (), {"kinds": policy.operations.kinds, "__call__": lambda _, x, k: kinds.append(k) or x})()
     policy(torch.zeros((28_000, 3, 1, 1)), Draws(0, 0, torch.arange(28_000)).uniforms("policy", policy.num_uniforms))
     drawn = kinds[0] // bins
     if name == "randaugment_timm":

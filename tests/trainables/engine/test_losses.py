@@ -44,7 +44,7 @@ def test_the_cross_entropy_is_the_mean_over_images_with_a_label_in_whatever_micr
 
 def test_a_mixed_image_counts_by_the_share_of_it_that_has_a_label() -> None:
     labels_B, share_B = torch.tensor([1, -1, 0, 2]), torch.tensor([0.25, 0.75, 0.5, 0.5], dtype=torch.float64)
-    mix = Mix(torch.tensor([-1, 1, 2, 0]), share_B)
+    mix = Mix(torch.tensor([-1, 1, 2, 0]), share_B, torch.arange(4))
     assert num_labeled(labels_B, mix).item() == 0.25 + 0.25 + 1 + 1
     logits_BK = torch.zeros(4, 3, dtype=torch.float64)
     task_B = compute_losses(DistillationOutputs(logits_BK, (), {}), labels_B, mix, {"task": 1.0}).named["task_loss"]
@@ -75,7 +75,7 @@ def test_the_task_loss_is_that_of_timm(smoothing: float, threshold: float | None
     logits_BK = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     labels_B, others_B = torch.tensor([0, 1, 2, 3, 4, 0]), torch.tensor([3, 1, 0, 2, 1, 4])
     share_B = torch.tensor([0.9, 0.5, 0.15, 0.3, 1.0, 0.0], dtype=torch.float64)
-    mix = Mix(others_B, share_B) if mixed else None
+    mix = Mix(others_B, share_B, others_B) if mixed else None
     if not mixed:
         share_B = torch.ones(6, dtype=torch.float64)
     off = smoothing / 5

@@ -64,9 +64,9 @@ class Loader:
     stands in memory; each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`, in `process` where there is
     one; with 0 the caller's thread does the work. One epoch runs at a time: starting one ends the one before. Its batches take
-    `batches_mib` MiB of memory, pinned where `device` is a GPU. With
-    `num_augmentation_epochs` n images are augmented as in epochs 0, 1, … n - 1 and then again; the order never repeats. Of
-    several sets (`data.more`) an epoch is one pass over the first, see `MixedOrder`.
+    `batches_mib` MiB of memory, pinned where `device` is a GPU. With `num_augmentation_epochs` n images are augmented as in
+    epochs 0, 1, … n - 1 and then again; the order repeats with them where images are mixed, as it decides with which, and else
+    never. Of several sets (`data.more`) an epoch is one pass over the first, see `MixedOrder`.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
     `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
@@ -158,13 +158,14 @@ class Loader:
     def _batches(self, epoch: int, start: int, iteration: int) -> Generator[Batch, None, None]:
         batch, num_samples = self._data.global_batch_size, self._epoch_size
         last = num_samples - batch + 1 if self._drop else num_samples
+        order_epoch = self.augmentation_epoch(epoch) if self._data.device_augment.mixes else epoch
         begins = iter(range(start, last, batch))
         pending: deque[_Pending] = deque()
         try:
             while True:
                 while len(pending) <= self._prefetch_batches and (begin := next(begins, None)) is not None:
                     end = min(begin + batch, num_samples)
-                    pending.append(self._begin(Request(iteration, epoch, self.augmentation_epoch(epoch), begin, end)))
+                    pending.append(self._begin(Request(iteration, order_epoch, self.augmentation_epoch(epoch), begin, end)))
                 if not pending:
                     return
                 waits, wait_began_s = not pending[0].reads.done(), time.perf_counter()

@@ -7,14 +7,14 @@ Shapes: B samples of this rank, C channels, H W pixels.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from trainables.config import DeviceAugmentConfig, TrainConfig
+from trainables.config import DeviceAugmentConfig, FillConfig, TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.data.storage.free_space import format_bytes, free_bytes
 from trainables.distributed.group import Group, from_rank
@@ -25,8 +25,10 @@ from trainables.methods.select import select_methods
 from trainables.notices import notice
 from trainables.rundir import write_json
 from trainables.teachers.cache.key import cache_key, shared_key_parts
+from trainables.teachers.cache.publish import augmentation_bytes
 from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
-from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.ensemble import combine
+from trainables.teachers.interface import TeacherInterface, TeacherRequest
 from trainables.teachers.network import ROWS, TeacherNetwork, row_network
 from trainables.teachers.rows import HalfLogits, MethodReads, RowFormat, RowTeacher, StoredFeatures, format_of
 
@@ -47,8 +49,13 @@ class CachedTeacher(RowTeacher):
         writes = config.train.max_steps is None
         super().__init__(cached_format(config, len(classes), reads), reads, config, group.device, loader.source)
         parts = shared_key_parts(config, group, loader, classes, self.row_format)
-        self.store = RowStore(Path(str(config.teacher.cache), cache_key(parts)), self.row_format.row, len(loader.source))
-        from_rank(lambda: _prepare(self.store, self.row_format, parts, cached_epochs(config), writes), group)
+        about = {**parts, "classes": classes, "stored": str(self.row_format)}
+        folder, num_epochs = Path(str(config.teacher.cache), cache_key(parts)), cached_epochs(config)
+        self.store = RowStore(folder, self.row_format.row, len(loader.source), about)
+        publishes = isinstance(config, FillConfig) and config.publish
+        more_bytes = augmentation_bytes(config, len(loader.source), num_epochs) if publishes else 0
+        epoch_rows = loader.samples_per_epoch if self.row_format.mixed else len(loader.source)  # the others have no partners
+        from_rank(lambda: _prepare(self.store, self.row_format, epoch_rows, num_epochs, writes, more_bytes), group)
         self.writer = CacheWriter(self.store) if writes else None
         self._network = list[TeacherNetwork]()
         self._validation: Self | None = None
@@ -70,7 +77,8 @@ class CachedTeacher(RowTeacher):
         if self._epoch is None or self._epoch[0] != request.epoch:
             self._epoch = request.epoch, self.store.open(request.epoch)
         cached, indices_B = self._epoch[1], request.indices_B.numpy()
-        missing_B = cached.missing_N[indices_B]
+        partners_B = request.partners_B.numpy() if request.partners_B is not None else None
+        missing_B = cached.missing(indices_B, partners_B)
         if not missing_B.any():
             return self._outputs_of_rows(cached.read(indices_B))
         if not self._network:
@@ -85,7 +93,7 @@ class CachedTeacher(RowTeacher):
             log.info("teacher.cache: %s, of %d images", row_format.describe_error(outputs[ROWS]), num_rows)
         self._measures_error = self._measures_error and not num_rows
         if self.writer is not None:
-            rows = self.row_format.to_host(indices_B.copy(), columns)
+            rows = self.row_format.to_host(indices_B.copy(), columns, partners_B)
             self.writer.add(request.epoch, lambda: self._check(rows()), missing_B)
         return self._outputs(columns)
 
@@ -113,6 +121,35 @@ class CachedTeacher(RowTeacher):
             self.writer.close()
 
 
+class CachedTeachers(TeacherInterface):
+    """Several cached teachers, of which each has its rows in a folder of its own."""
+
+    def __init__(self, teachers: Sequence[CachedTeacher], shares: Sequence[float]) -> None:
+        """`shares`: the part of 1 of each."""
+        self.teachers, self._shares = teachers, shares
+
+    def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        return combine([teacher(images_BCHW, num_rows, request) for teacher in self.teachers], self._shares)
+
+    def for_validation(self, loader: Loader) -> Self:
+        """See `TeacherInterface`. Every rank calls it. Raises DistillError: see `CachedTeacher`."""
+        return type(self)([teacher.for_validation(loader) for teacher in self.teachers], self._shares)
+
+    def end_epoch(self) -> int:
+        """See `TeacherInterface`: the most images for which one of them ran."""
+        return max(teacher.end_epoch() for teacher in self.teachers)
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        for teacher in self.teachers:
+            teacher.close()
+
+
+def cached_teacher(teachers: Sequence[CachedTeacher], shares: Sequence[float]) -> CachedTeacher | CachedTeachers:
+    """The teacher of a step."""
+    return teachers[0] if len(teachers) == 1 else CachedTeachers(teachers, shares)
+
+
 def without_augmentation(config: TrainConfig) -> TrainConfig:
     """The job as validation images are prepared."""
     plain = {"augment": "none", "device_augment": DeviceAugmentConfig(), "fidelity": "exact"}
@@ -122,12 +159,9 @@ def without_augmentation(config: TrainConfig) -> TrainConfig:
 def cached_format(config: TrainConfig, num_classes: int, reads: Mapping[str, MethodReads]) -> RowFormat:
     """The rows of a job's cache."""
     assert config.teacher is not None
-    top_k = config.teacher.cache_top_k
-    logits, dtype = (
-        HalfLogits(num_classes, top_k if top_k is not None and top_k < num_classes else None),
-        config.teacher.cache_feature_dtype,
-    )
-    row_format = format_of(reads, logits, dtype or "float16")
+    top_k, dtype = config.teacher.cache_top_k, config.teacher.cache_feature_dtype
+    top_k = top_k if top_k is not None and top_k < num_classes else None
+    row_format = format_of(reads, HalfLogits(num_classes, top_k, config.data.device_augment.mixes), dtype or "float16")
     if dtype is not None and not row_format.taps:
         notice(f"teacher.cache_feature_dtype: {dtype} changes nothing, as no method here reads features")
     return row_format
@@ -150,17 +184,20 @@ def describe_size(row_format: RowFormat, num_images: int, num_epochs: int) -> st
     return f"{size} for {num_images:,} images × {epochs}: {row_format} in {dtype}"
 
 
-def _prepare(store: RowStore, row_format: RowFormat, parts: dict[str, Any], num_epochs: int, writes: bool) -> None:
-    """Log what is there of how much, and make sure that the folder exists and has room for the rest. Raises DataError."""
+def _prepare(store: RowStore, row_format: RowFormat, epoch_rows: int, num_epochs: int, writes: bool, more_bytes: int) -> None:
+    """Log what is there of how much, and make sure that the folder exists and has room for the rest, and for `more_bytes`.
+
+    Raises DataError.
+    """
     cache = store.folder.parent
     try:
         num_rows, num_bytes = store.size(num_epochs)
-        all_rows, row_bytes = store.num_samples * num_epochs, store.row.itemsize
+        all_rows, row_bytes = epoch_rows * num_epochs, store.row.itemsize
         log.info(
             f"teacher.cache: {store.folder} holds {num_rows:,} of {all_rows:,} rows: {format_bytes(num_bytes)} of "
-            f"{describe_size(row_format, store.num_samples, num_epochs)}"
+            f"{describe_size(row_format, epoch_rows, num_epochs)}"
         )
-        missing_bytes = (all_rows - num_rows) * row_bytes
+        missing_bytes = max(0, all_rows - num_rows) * row_bytes + more_bytes
         if not missing_bytes or not writes:
             return
         store.folder.mkdir(parents=True, exist_ok=True)
@@ -174,6 +211,6 @@ def _prepare(store: RowStore, row_format: RowFormat, parts: dict[str, Any], num_
                 f"teacher.cache: {format_bytes(missing_bytes)} of {row_format} do not fit into the {format_bytes(free)} that are "
                 f"free in {cache}: set {smaller}, or name a folder with more room"
             )
-        write_json(store.folder / "key.json", parts)
+        write_json(store.folder / "key.json", store.about)
     except OSError as error:
         raise DataError(f"teacher.cache: {cache} cannot be written ({error.strerror or error}): name another folder") from None

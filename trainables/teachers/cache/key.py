@@ -1,7 +1,7 @@
 """The key of a cache: all that decides a teacher's rows for (epoch, sample), and the folder's name made of it.
 
 What does not decide them is left out, so that trials and runs share them: batch size, workers, student, method, optimizer, the
-order of the images, and the seed where nothing is drawn by chance.
+order of the images unless it decides who is mixed with whom, and the seed where nothing is drawn by chance.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from trainables.teachers.network import fit
 from trainables.teachers.rows import RowFormat
 from trainables.user_code import option_key
 
-FORMAT = 3
+FORMAT = 4
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the columns."""
 _PIXEL_KEYS = {"image_size", "augment", "min_crop_area", "device_augment", "fidelity", "val_resize"}
 """Keys of `data` that decide pixels, also those that are not used here: a key too many costs a teacher's run, one too few is
@@ -88,6 +88,7 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], row
     weights, precision = teacher_sha256(**fit(teacher, config, classes)), teacher_precision(teacher, config)
     pixels = data.model_dump(mode="json", include=_PIXEL_KEYS)
     pixels["erased_to"] = data.mean if data.device_augment.random_erasing else None
+    pixels["partners"] = data.shuffle if data.device_augment.mixes else None
     model = option_key(teacher.model)  # the code of one in a file is in `weights`
     return {
         "format": FORMAT,

@@ -1,77 +1,107 @@
-"""Rows on disk: FOLDER/EPOCH/ROWS-SHA256.npy, blocks that one worker each writes, named by their content.
+"""Rows on disk: FOLDER/EPOCH/ROWS-SHA256.arrow, blocks that one worker each writes, named by their content.
 
-A block is a numpy file of rows (`trainables.teachers.rows`) in one epoch's augmentation, written whole under a temporary name and
-renamed. It counts where its checksum is the one in its name. So any number of jobs fill a folder at once: equal blocks are one
-file, and overlaps are equal.
+A block is an Arrow IPC file of rows (`trainables.teachers.rows`) in one epoch's augmentation, written whole under a temporary
+name and renamed; docs/reinforced-data.md has its format. It counts where its checksum is the one in its name. So any number of
+jobs fill a folder at once: equal blocks are one file, and overlaps are equal.
 
 Shapes: N samples of the training split, B samples that are read, R rows of a block.
 """
 
 import contextlib
 import hashlib
-import io
+import json
 import logging
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainables.disk_writer import DiskWriter
 from trainables.rundir import write_atomic
-from trainables.teachers.rows import Rows
+from trainables.teachers.rows import PARTNER, Rows
 
 log = logging.getLogger("raydistill")
 
 _STALE_S = 3600.0
-_BLOCK = re.compile(r"epoch-(\d+)/(\d+)-[0-9a-f]{64}\.npy")
+_BLOCK = re.compile(r"epoch-(\d+)/(\d+)-[0-9a-f]{64}\.arrow")
+Block = dict[str, NDArray[Any]]
+"""The columns of a file."""
 BLOCK_BYTES = 32 << 20
 BLOCK_AGE_S = 60.0
 """A block is written at this size or age: a kill loses at most that."""
 
 
-class EpochRows:
-    """The rows of one epoch: its blocks, memory-mapped, and an index of 9 bytes a sample."""
+def arrow_file(columns: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> pa.Buffer:
+    """An Arrow IPC file of one record batch: numbers are columns, (N, …) fixed-size lists with their `shape` in the metadata."""
+    arrays, fields = [], []
+    for name, values in columns.items():
+        flat, shape = pa.array(np.ascontiguousarray(values).reshape(-1)), values.shape[1:]
+        arrays.append(pa.FixedSizeListArray.from_arrays(flat, math.prod(shape)) if shape else flat)
+        fields.append(pa.field(name, arrays[-1].type, nullable=False, metadata={"shape": json.dumps(shape)}))
+    schema, sink = pa.schema(fields, metadata={"raydistill": json.dumps(about)}), pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as file:
+        file.write_batch(pa.record_batch(arrays, schema=schema))
+    return sink.getvalue()
 
-    def __init__(self, blocks: list[Rows], row: np.dtype[Any], num_samples: int) -> None:
+
+class EpochRows:
+    """The rows of one epoch: its blocks, memory-mapped, and an index of 8 bytes a sample, 12 where images are mixed."""
+
+    def __init__(self, blocks: list[Block], row: np.dtype[Any], num_samples: int) -> None:
         self._blocks, self._row = blocks, row
         self._block_N, self._row_N = np.full(num_samples, -1, dtype=np.int32), np.zeros(num_samples, dtype=np.int32)
+        self._partner_N = np.full(num_samples if PARTNER in (row.names or ()) else 0, -1, dtype=np.int32)
         for number, block in enumerate(blocks):
             self._block_N[block["sample"]] = number
-            self._row_N[block["sample"]] = np.arange(len(block))
-        self.missing_N = self._block_N < 0
+            self._row_N[block["sample"]] = np.arange(len(block["sample"]))
+            if len(self._partner_N):
+                self._partner_N[block["sample"]] = block[PARTNER]
+
+    @property
+    def missing_N(self) -> NDArray[np.bool_]:
+        """Of which samples there is no row."""
+        return self._block_N < 0
+
+    def missing(self, indices_B: NDArray[np.int64], partners_B: NDArray[np.int64] | None) -> NDArray[np.bool_]:
+        """Of which of these samples there is no row, or one of a mix with another partner."""
+        missing_B = self._block_N[indices_B] < 0
+        return missing_B if partners_B is None else missing_B | (self._partner_N[indices_B] != partners_B)
 
     def read(self, indices_B: NDArray[np.int64]) -> Rows:
         """The rows (B,) of samples that are there."""
         rows_B, blocks_B = np.empty(len(indices_B), self._row), self._block_N[indices_B]
         for number in np.unique(blocks_B).tolist():
             selected = np.flatnonzero(blocks_B == number)
-            rows_B[selected] = self._blocks[number][self._row_N[indices_B[selected]]]
+            for name, values in self._blocks[number].items():
+                rows_B[name][selected] = values[self._row_N[indices_B[selected]]]
         return rows_B
 
 
 class RowStore:
     """The blocks of one key."""
 
-    def __init__(self, folder: Path, row: np.dtype[Any], num_samples: int) -> None:
-        self.folder, self.row, self.num_samples = folder, row, num_samples
+    def __init__(self, folder: Path, row: np.dtype[Any], num_samples: int, about: Mapping[str, Any] = {}) -> None:
+        """`about`: what each block's schema says of them."""
+        self.folder, self.row, self.num_samples, self.about = folder, row, num_samples, about
         self._verified: set[Path] = set()
 
     def write(self, epoch: int, rows: Rows) -> None:
         """Add a block to an epoch. Raises OSError, as where the disk is full."""
-        file = io.BytesIO()
-        np.save(file, rows)
-        digest = hashlib.sha256(file.getbuffer()).hexdigest()
-        write_atomic(self._epoch_folder(epoch) / f"{len(rows)}-{digest}.npy", file.getvalue())
+        file = arrow_file({name: rows[name] for name in self.row.names or ()}, self.about)
+        digest = hashlib.sha256(file).hexdigest()
+        write_atomic(self.epoch_folder(epoch) / f"{len(rows)}-{digest}.arrow", file.to_pybytes())
 
     def open(self, epoch: int) -> EpochRows:
         """The rows of an epoch that are there now. A damaged block is named in the log and left out."""
-        paths = sorted(self._epoch_folder(epoch).glob("*.npy"))
+        paths = sorted(self.epoch_folder(epoch).glob("*.arrow"))
         blocks = [self._map(path) for path in paths if _BLOCK.fullmatch(f"{path.parent.name}/{path.name}")]
         return EpochRows([block for block in blocks if block is not None], self.row, self.num_samples)
 
@@ -88,17 +118,17 @@ class RowStore:
         Of an epoch that several jobs filled at once, each with blocks of its own, there may be fewer rows than that.
         """
         num_rows, num_bytes = Counter[int](), 0
-        for path in self.folder.glob("epoch-*/*.npy"):
+        for path in self.folder.glob("epoch-*/*.arrow"):
             block = _BLOCK.fullmatch(f"{path.parent.name}/{path.name}")
             if block is not None and int(block[1]) < num_epochs:
                 num_rows[int(block[1])] += int(block[2])
                 num_bytes += path.stat().st_size
         return sum(min(rows, self.num_samples) for rows in num_rows.values()), num_bytes
 
-    def _epoch_folder(self, epoch: int) -> Path:
+    def epoch_folder(self, epoch: int) -> Path:
         return self.folder / f"epoch-{epoch:05}"
 
-    def _map(self, path: Path) -> Rows | None:
+    def _map(self, path: Path) -> Block | None:
         """A block, memory-mapped; None where it is damaged."""
         try:
             if path not in self._verified:
@@ -106,9 +136,7 @@ class RowStore:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 if digest not in path.name:
                     raise ValueError("its checksum is not the one in its name")
-            block: Rows = np.load(path, mmap_mode="r")
-            if block.dtype != self.row:
-                raise ValueError("it has other columns")
+            block = _columns(path, self.row)
             if not 0 <= block["sample"].min() <= block["sample"].max() < self.num_samples:
                 raise ValueError("it has samples that do not exist")
         except (ValueError, OSError) as error:
@@ -116,6 +144,22 @@ class RowStore:
             return None
         self._verified.add(path)
         return block
+
+
+def _columns(path: Path, row: np.dtype[Any]) -> Block:
+    """The columns of a row in a file, memory-mapped. Raises OSError, ValueError."""
+    with pa.memory_map(str(path)) as file:
+        batch = pa.ipc.open_file(file).get_batch(0)
+    columns = Block()
+    for name, (dtype, *_) in (row.fields or {}).items():
+        if name not in batch.schema.names:
+            raise ValueError("it has other columns")
+        array = batch.column(name)
+        values = (array.flatten() if pa.types.is_fixed_size_list(array.type) else array).to_numpy()
+        if values.dtype != dtype.base or len(values) != len(batch) * math.prod(dtype.shape):
+            raise ValueError("it has other columns")
+        columns[name] = values.reshape(len(batch), *dtype.shape)
+    return columns
 
 
 class CacheWriter:

@@ -70,7 +70,7 @@ def test_features_in_fp8_have_a_cache_of_their_own_and_its_error_is_one_line(
     for folder in (tmp_path / "cache").iterdir():
         key = json.loads((folder / "key.json").read_text())
         if key["data"]["samples"] == IMAGES:
-            sizes[key.get("feature_dtype")] = sum(block.stat().st_size for block in folder.rglob("*.npy"))
+            sizes[key.get("feature_dtype")] = sum(block.stat().st_size for block in folder.rglob("*.arrow"))
     assert sizes["fp8"] < 0.6 * sizes[None]
 
 
@@ -208,15 +208,18 @@ def test_a_feature_that_half_precision_does_not_hold_ends_the_training_in_one_li
     with local_services() as connections, pytest.raises(DataError, match=line) as error:
         run(too_large(tmp_path, "job", source), connections)
     assert "\n" not in str(error.value)
-    assert not list(tmp_path.rglob("*.npy"))
+    assert not list(tmp_path.rglob("*.arrow"))
 
 
 def test_what_depends_on_more_than_an_images_features_is_refused(tmp_path: Path) -> None:
     for options, line in (
-        ({"method": ["srrl"], "options": {}}, "teacher.cache: it gives a teacher's outputs, and srrl needs its network: set"),
+        (
+            {"method": ["srrl"], "options": {}},
+            "distill.method: srrl needs the teacher's network with a linear classifier, which does not go with teacher.cache",
+        ),
         (
             {"method": ["reviewkd"], "options": {"reviewkd": {"teacher_norm": "batch"}}},
-            "distill.options.reviewkd.teacher_norm: batch makes a teacher's outputs depend on the batch, and teacher.cache has",
+            "distill.options.reviewkd.teacher_norm batch makes a teacher's outputs depend on the batch, which does not go with",
         ),
     ):
         teacher = {"model": "convnet_large", "weights": write_teacher(tmp_path / "t.safetensors", "convnet_large")}
@@ -233,7 +236,7 @@ def test_features_that_do_not_fit_on_the_disk_are_refused_before_any_is_written(
         DistillError, match=r"of embedding \d+ \+ map \d+×\d×\d do not fit into .* set teacher.cache_epochs or teacher.cache_f"
     ):
         run(settings(tmp_path, "first", optim={"epochs": 2**30}))
-    assert not list((tmp_path / "cache").rglob("*.npy"))
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
 def test_the_accuracy_of_a_teacher_whose_features_alone_are_stored_is_not_measured(

@@ -20,7 +20,16 @@ import torch
 from safetensors.torch import save_file
 
 from service.config.experiment import load
-from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
+from tests.trainables.jobs import (
+    Recorded,
+    config,
+    equal,
+    no_telemetry,
+    relative_difference,
+    train,
+    write_able_teacher,
+    write_teacher,
+)
 from tests.trainables.teachers.cache.test_key import folder
 from tests.waiting import wait_until
 from trainables.config import TrainConfig
@@ -29,6 +38,7 @@ from trainables.data.decoders import DECODERS
 from trainables.data.storage.free_space import format_bytes
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
+from trainables.engine import train as train_loop
 from trainables.engine.train import build, run_job
 from trainables.errors import CheckpointError, DataError, DistillError
 from trainables.models.registry import build_model
@@ -115,6 +125,60 @@ def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: P
     assert relative_difference(second["state"], live["state"]) < 1e-2
 
 
+MIXED: dict[str, Any] = {"device_augment": {"mixup": 0.4, "cutmix": 1.0}, "last_batch": "drop"}
+
+
+def test_outputs_of_mixed_images_are_cached_for_every_even_batch_and_number_of_workers(tmp_path: Path, ranks: RankPool) -> None:
+    live = train(Group(), settings(tmp_path, "live", teacher={"cache": None}, data=MIXED))
+    first, second = (train(Group(), settings(tmp_path, name, data=MIXED)) for name in ("first", "second"))
+    assert [ran_for(first), ran_for(second)] == [[1400, 1400], [0, 0]]
+    assert losses_of(second) == losses_of(first) == pytest.approx(losses_of(live), abs=1e-3)
+    assert equal(second["state"], first["state"])
+    assert ran_for(ranks.run(2, train, settings(tmp_path, "two", data={**MIXED, "global_batch_size": 56}))[0]) == [0, 0]
+    # an order of its own has other partners, and a folder of its own
+    assert ran_for(train(Group(), settings(tmp_path, "stored", epochs=1, data={**MIXED, "shuffle": "none"}))) == [1400]
+
+
+def test_a_row_of_another_partner_is_computed_again(tmp_path: Path) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1, data=MIXED))
+    odd = settings(tmp_path, "odd", epochs=1, data={**MIXED, "global_batch_size": 91})
+    live = settings(tmp_path, "live", epochs=1, teacher={"cache": None}, data={**MIXED, "global_batch_size": 91})
+    with patch.object(train_loop, "first_problem", lambda config, rules: None):  # odd batches part the pairs
+        cached, network = train(Group(), odd), train(Group(), live)
+    assert ran_for(cached) == [1365]
+    assert losses_of(cached) == pytest.approx(losses_of(network), abs=1e-3)
+
+
+def test_mixed_images_whose_augmentations_repeat_are_read_from_the_first_epochs(tmp_path: Path) -> None:
+    assert ran_for(train(Group(), settings(tmp_path, "job", epochs=3, teacher={"cache_epochs": 1}, data=MIXED))) == [1400, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["kd", "rkd"])
+def test_several_teachers_are_cached_each_in_a_folder_of_its_own(tmp_path: Path, method: str) -> None:
+    for seed in (11, 12):
+        write_able_teacher(tmp_path / f"{seed}.safetensors", seed=seed)
+
+    def job(name: str, cache: Path | None) -> TrainConfig:
+        each = [{"model": "mlp_large", "weights": f"{tmp_path}/{seed}.safetensors", "share": seed} for seed in (11, 12)]
+        teachers = [{**teacher, "cache": cache and str(cache)} for teacher in each]
+        return config(
+            tmp_path / name,
+            teacher=None,
+            teachers=teachers,
+            data=AUGMENTED,
+            optim={"epochs": 2},
+            distill={"method": [method], "options": {}},
+            teacher_records=str(tmp_path),
+        )
+
+    live = train(Group(), job("live", None))
+    first, second = (train(Group(), job(name, tmp_path / "cache")) for name in ("first", "second"))
+    assert [ran_for(first), ran_for(second)] == [[1442, 1442], [0, 0]]
+    assert losses_of(second) == losses_of(first) == pytest.approx(losses_of(live), abs=1e-3)
+    assert equal(second["state"], first["state"])
+    assert len(keys(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("top_k", [2, 10])
 def test_with_a_few_logits_stored_the_first_run_learns_from_those_too(tmp_path: Path, top_k: int) -> None:
     first, second = (train(Group(), settings(tmp_path, name, teacher={"cache_top_k": top_k})) for name in ("first", "second"))
@@ -124,7 +188,7 @@ def test_with_a_few_logits_stored_the_first_run_learns_from_those_too(tmp_path: 
 
 def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_path: Path) -> None:
     whole = train(Group(), settings(tmp_path, "whole", epochs=1))
-    (part,) = (tmp_path / "cache").rglob("*.npy")
+    (part,) = (tmp_path / "cache").rglob("*.arrow")
     every = settings(tmp_path, "half", epochs=1, train={"checkpoint_every": 4})
     part.unlink()
     assert train(Group(), every, die_after=4)["died"]
@@ -206,7 +270,7 @@ def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path
         with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
             run_job(job)
     assert "\n" not in str(error.value)
-    assert not list((tmp_path / "cache").rglob("*.npy"))
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
     shutil.copy(right, weights)
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
 
@@ -278,7 +342,7 @@ def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: RankPool) -> None:
 
 
 def test_a_batch_with_one_row_missing_is_computed_and_completed(filled: Path) -> None:
-    (part,) = (filled / "cache").rglob("*.npy")
+    (part,) = (filled / "cache").rglob("*.arrow")
     part.write_bytes(part.read_bytes()[:-1])
     assert ran_for(train(Group(), settings(filled, "second", epochs=1))) == [1442]
     assert ran_for(train(Group(), settings(filled, "third", epochs=1))) == [0]
@@ -304,11 +368,11 @@ def test_a_killed_job_leaves_whole_blocks_and_the_next_one_goes_on(tmp_path: Pat
     job_config = settings(tmp_path, "first", epochs=40)
     (tmp_path / "job.json").write_text(job_config.model_dump_json())
     process = subprocess.Popen([sys.executable, "-m", "tests.trainables.teachers.cache.long_job", str(tmp_path / "job.json")])
-    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "cache").rglob("*.npy"))) >= 2)
+    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "cache").rglob("*.arrow"))) >= 2)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    whole = len(list((tmp_path / "cache").rglob("*.npy")))
+    whole = len(list((tmp_path / "cache").rglob("*.arrow")))
     epochs = min(whole, 3)
     after = train(Group(), settings(tmp_path, "second", epochs=epochs + 1))
     assert ran_for(after)[:epochs] == [0] * epochs
@@ -354,7 +418,7 @@ class Listening(logging.Handler):
         self.cache, self.records = cache, list[tuple[str, int]]()
 
     def there(self) -> int:
-        return sum(path.stat().st_size for path in self.cache.rglob("*.npy"))
+        return sum(path.stat().st_size for path in self.cache.rglob("*.arrow"))
 
     def emit(self, record: logging.LogRecord) -> None:
         if " rows: " in record.getMessage():
@@ -375,9 +439,9 @@ def test_the_size_of_the_cache_is_logged_before_anything_is_written(tmp_path: Pa
     (first, nothing), (second, half) = listening.records
     stored = "KiB for 1,442 images × {}: logits 10 in float16"
     assert (first, nothing) == (f"{prefix} 0 of 1,442 rows: 0 bytes of 39.4 {stored.format('1 epoch')}", 0)
-    assert half == pytest.approx(39.4 * 1024, rel=0.05)
+    assert half == pytest.approx(39.4 * 1024, rel=0.2)  # each block says what it is
     assert second == f"{prefix} 1,442 of 2,884 rows: {format_bytes(half)} of 78.9 {stored.format('2 epochs')}"
-    assert listening.there() == pytest.approx(78.9 * 1024, rel=0.05)
+    assert listening.there() == pytest.approx(78.9 * 1024, rel=0.2)  # each block says what it is
 
 
 @pytest.mark.gpu

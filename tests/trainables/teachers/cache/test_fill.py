@@ -15,7 +15,7 @@ from trainables.distributed.group import Group
 from trainables.distributed.pipeline.layout import build_layout
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job_parts import open_loaders
-from trainables.engine.modules import build_cached_teacher
+from trainables.engine.modules import build_cached_teachers
 from trainables.errors import DataError
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.teachers.cache.store import RowStore
@@ -31,7 +31,7 @@ def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], lis
     job = sequential(FillConfig.model_validate(config.model_dump()))
     classes, (loader, val_loader) = open_loaders(job, build_layout(group, 1))
     with contextlib.closing(loader), contextlib.closing(val_loader):
-        return fill(job, group, build_cached_teacher(job, group, classes, loader), (loader, val_loader), report), reported
+        return fill(job, group, build_cached_teachers(job, group, classes, loader), (loader, val_loader), report), reported
 
 
 def fill_until_full(group: Group, config: TrainConfig) -> None:

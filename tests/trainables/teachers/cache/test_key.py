@@ -173,7 +173,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "images.image_size": {"image_size": 9, "teacher": {"image_size": 8}},
     "images.augment": {"augment": "crop_flip"},
     "images.min_crop_area": {"min_crop_area": 0.14},
-    "images.device_augment": {"device_augment": {"mixup": 0.25}},
+    "images.device_augment": {"device_augment": {"grayscale": 0.25}},
     "images.fidelity": {"fidelity": "exact"},
     "images.val_resize": {"val_resize": 10},
     "input.image_size": {"teacher": {"image_size": 9}},
@@ -200,8 +200,12 @@ def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pyte
         "teacher.num_classes",
         "input.interpolation",
         "images.erased_to",
+        "images.partners",
         "format",
     }
+    mixed = {"device_augment": {"mixup": 0.5}}
+    assert cache_key(parts(plain, **mixed)) != cache_key(parts(plain, shuffle="none", **mixed))
+    assert parts(plain) == parts(plain, shuffle="none")
     erased = {"device_augment": {"random_erasing": 0.5}, "teacher": {"mean": (0.5,) * 3}}
     assert cache_key(parts(plain, **erased)) != cache_key(parts(plain, mean=(0.5, 0.456, 0.406), **erased))
     save_file(build_model("convnet_large", num_classes=10, image_size=8, seed=12).state_dict(), tmp_path / "other.safetensors")

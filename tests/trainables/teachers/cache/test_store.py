@@ -37,7 +37,7 @@ def test_the_same_block_twice_is_one_file_and_overlaps_are_equal(tmp_path: Path)
     store = RowStore(tmp_path, FORMAT.row, 20)
     for samples in ([3, 1], [3, 1], [1, 7]):
         store.write(0, rows(samples))
-    assert len(list(tmp_path.rglob("*.npy"))) == 2
+    assert len(list(tmp_path.rglob("*.arrow"))) == 2
     assert store.size(1)[0] == 4
     assert read(store, [7, 1, 3]) == rows([7, 1, 3]).tobytes()
 
@@ -47,7 +47,7 @@ def test_other_files_are_ignored(tmp_path: Path) -> None:
     store.write(0, rows([3]))
     (tmp_path / "epoch-00000.bak").mkdir()
     assert store.size(1)[0] == 1
-    for name in ("notes.npy", ".1-00.npy.7.tmp"):
+    for name in ("notes.arrow", ".1-00.arrow.7.tmp"):
         (tmp_path / "epoch-00000" / name).write_bytes(b"no block")
     assert (~store.open(0).missing_N).sum() == 1
 
@@ -57,7 +57,7 @@ def test_a_damaged_block_counts_as_missing(tmp_path: Path, damage: str) -> None:
     store = RowStore(tmp_path, FORMAT.row, 20)
     store.write(0, rows([3, 1]))
     store.write(0, rows([5]))
-    (block,) = tmp_path.rglob("2-*.npy")
+    (block,) = tmp_path.rglob("2-*.arrow")
     content = bytearray(block.read_bytes())
     content[len(content) // 2] ^= 1
     block.write_bytes({"bit": bytes(content), "cut": bytes(content[:-9]), "empty": b"", "other": b"x" * 999}[damage])
