@@ -9,12 +9,15 @@ from typing import Any
 
 from service.config.dotted import flatten, merge, put
 from service.config.experiment import Resolved, load, parse_override, validate
+from service.config.files import recipes
 from service.config.paths import absolute
 from service.reproduce.table import ALONE, Table
 from trainables.errors import ExperimentError, did_you_mean
 
 DECIDED_BY_THE_TABLE = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")
 """Keys that a user may not set, but for `HARMLESS` ones among them."""
+OF_NO_STUDENT = {"name", "teacher", "teachers", "assistants", "distill", "sweep", "tracking"}
+"""Sections of a recipe that a table's student does not take from it."""
 HARMLESS = (
     "data.path",
     "data.loader_workers",
@@ -158,7 +161,7 @@ def compose(
         trials = _trials_of(table, request, teacher, set_keys)
         if not trials.points:
             continue
-        name = "students" if teacher is None else f"teacher-{teacher}"
+        name = "students" if teacher is None else f"teacher-{teacher.replace('/', '-')}"
         common = _common(tree, table, teacher, teachers, name)
         for (pair, column), point in trials.first_points.items():
             sources = {key: source for key, source in _sources(table, pair, column).items() if not _within(key, set_keys)}
@@ -207,10 +210,22 @@ def _layers(table: Table, pair: str, column: str) -> list[tuple[str, dict[str, A
     """Keys of the table and their settings, of which the later ones count more."""
     row = table.pairs[pair]
     student = (f"students.models.{row.student}.settings", table.students.models[row.student].settings)
+    students = [(f"students.models.{row.student}", _of_recipe(table, row.student)), student]
     if column == ALONE:
-        return [student]
+        return students
     method = (f"columns.{column}.settings", table.columns[column].settings)
-    return [student, method, (f"pairs.{pair}.settings.{column}", row.settings.get(column, {}))]
+    return [*students, method, (f"pairs.{pair}.settings.{column}", row.settings.get(column, {}))]
+
+
+def _of_recipe(table: Table, student: str) -> dict[str, Any]:
+    """The model of a student that is a recipe, and its values that differ from those of the table's recipe."""
+    if student not in recipes():
+        return {}
+    base, own = (
+        flatten(load(each).experiment.model_dump(mode="json", exclude=OF_NO_STUDENT)) for each in (table.recipe, student)
+    )
+    differs = {key: value for key, value in own.items() if key not in base or base[key] != value}
+    return _with({}, {**differs, "student.model": own["student.model"]})
 
 
 def _common(tree: Mapping[str, Any], table: Table, teacher: str | None, teachers: Path | None, name: str) -> dict[str, Any]:
