@@ -45,7 +45,12 @@ def written(folder: Path, text: str | bytes, name: str = "mine.yaml") -> str:
 
 def test_the_promised_recipes_ship_with_a_line_about_each() -> None:
     assert {"digits", "cifar10", "imagenet_r34_r18", "synthetic"} <= recipes().keys()
-    assert all(len(text) > 20 for text in recipes().values())
+    assert all(20 < len(text) < 160 for text in recipes().values())
+
+
+@pytest.mark.parametrize("name", ["rsb_a1", "rsb_a3", "vanillakd_a2_r50", "deit_distilled", "tinyvit_21m", "funmatch_r50"])
+def test_the_line_of_a_published_recipe_has_its_paper_and_its_accuracy(name: str) -> None:
+    assert re.search(r"\(\d{4}\.\d{5}\).*published \d\d\.\d", recipes()[name])
 
 
 @pytest.mark.parametrize("name", recipes())
