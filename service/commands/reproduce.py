@@ -50,7 +50,7 @@ def reproduce(
     root: Path,
     dry_run: bool,
 ) -> None:
-    """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; repeated with --out it continues."""
+    """Run a TABLE of published accuracies (cifar100, imagenet, modern, or a file) and compare; with the same --out: continue."""
     published = read_table(table)
     request = Request.of(published, pairs, methods, seeds)
     changed = changes(overrides)

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.config.dotted import merge, put
+from service.config.dotted import flatten, merge, put
 from service.config.experiment import Resolved, load, parse_override, validate
+from service.config.files import recipes
 from service.reproduce.table import ALONE, Table
 from trainables.errors import ExperimentError, did_you_mean
 
 DECIDED_BY_THE_TABLE = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")
 """Keys that a user may not set, but for `HARMLESS` ones among them."""
+OF_NO_STUDENT = {"name", "teacher", "teachers", "assistants", "distill", "sweep", "tracking"}
+"""Sections of a recipe that a table's student does not take from it."""
 HARMLESS = (
     "data.path",
     "data.loader_workers",
@@ -138,7 +141,7 @@ def compose(
     base = load(table.recipe, settings)
     tree, sweeps = base.experiment.model_dump(mode="json"), []
     for teacher in (None, *dict.fromkeys(table.pairs[name].teacher for name in request.pairs)):
-        name = "students" if teacher is None else f"teacher-{teacher}"
+        name = "students" if teacher is None else f"teacher-{teacher.replace('/', '-')}"
         points, rows = list[dict[str, Any]](), dict[tuple[str, str], range]()
         for pair, column in request.cells(table):
             key = (student, column) = (table.pairs[pair].student, column)
@@ -146,7 +149,7 @@ def compose(
                 continue
             if not points:
                 common = _common(tree, table, teacher, teachers, name)
-            values = {"student.model": student, **table.settings(pair, column)}
+            values = {"student.model": student, **_of_recipe(table, student), **table.settings(pair, column)}
             point = {key: value for key, value in values.items() if not _within(key, set_keys)}
             where = f"pairs.{pair}.{column} of the table" + (", with what --set changes" if overrides else "")
             others = {key: source for key, source in base.sources.items() if key not in point}
@@ -160,6 +163,18 @@ def compose(
             ids = {key: tuple(f"{index:0{width}d}" for index in indices) for key, indices in rows.items()}
             sweeps.append(PlannedSweep(name, teacher, resolved, ids))
     return sweeps
+
+
+def _of_recipe(table: Table, student: str) -> dict[str, Any]:
+    """Of a student that is a recipe: its model, and dotted keys with other values than in the table's recipe."""
+    if student not in recipes():
+        return {}
+    base, own = (
+        flatten(load(each).experiment.model_dump(mode="json", exclude=OF_NO_STUDENT)) for each in (table.recipe, student)
+    )
+    return {key: value for key, value in own.items() if key not in base or base[key] != value} | {
+        "student.model": own["student.model"]
+    }
 
 
 def _common(tree: Mapping[str, Any], table: Table, teacher: str | None, teachers: Path | None, name: str) -> dict[str, Any]:

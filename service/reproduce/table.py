@@ -43,9 +43,12 @@ class Teacher(Section):
 
 
 class Student(Section):
-    """A student's published accuracy without a teacher. Its settings hold with every method too."""
+    """A student's published accuracy without a teacher. Its settings hold with every method too.
 
-    top1_pct: Percent
+    Its name is a model, or a recipe: that one's student, data, optimizer and training.
+    """
+
+    top1_pct: Percent | None = Field(None, description="absent: none was published")
     num_runs: Count | None = Field(None, description="where it is not the source's")
     settings: Settings = Field({}, description="what differs from the recipe")
 

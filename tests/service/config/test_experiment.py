@@ -45,14 +45,19 @@ def written(folder: Path, text: str | bytes, name: str = "mine.yaml") -> str:
 
 def test_the_promised_recipes_ship_with_a_line_about_each() -> None:
     assert {"digits", "cifar10", "imagenet_r34_r18", "synthetic"} <= recipes().keys()
-    assert all(len(text) > 20 for text in recipes().values())
+    assert all(20 < len(text) < 160 for text in recipes().values())
+
+
+@pytest.mark.parametrize("name", ["rsb_a1", "rsb_a3", "vanillakd_a2_r50", "deit_distilled", "tinyvit_21m", "funmatch_r50"])
+def test_the_line_of_a_published_recipe_has_its_paper_and_its_accuracy(name: str) -> None:
+    assert re.search(r"\(\d{4}\.\d{5}\).*published \d\d\.\d", recipes()[name])
 
 
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_loads_under_its_own_name(name: str) -> None:
     resolved = load(name)
     assert resolved.experiment.name == name
-    assert resolved.experiment.teacher is not None or name == "finetune"
+    assert resolved.experiment.all_teachers or not resolved.experiment.distill.method
     assert resolved.experiment.sweep.space
 
 
@@ -754,7 +759,7 @@ def test_bases_that_lead_back_to_themselves_are_refused_however_they_are_written
 def test_a_folder_or_a_wrong_name_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     assert "is a folder: give a YAML file in it" in refusal(recipe=str(tmp_path))
     assert "did you mean digits?" in refusal(recipe="digit")
-    assert "neither a recipe nor a file; recipes: backbone, cifar10, cifar100, digits, finetune" in refusal(
+    assert "neither a recipe nor a file; recipes: backbone, cifar10, cifar100, deit_distilled, digits" in refusal(
         recipe=str(tmp_path / "nothing.yaml")
     )
     assert "neither a recipe nor a file" in refusal(recipe="x" * 5000)
