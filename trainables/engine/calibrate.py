@@ -27,7 +27,7 @@ def calibrate(job: Job) -> None:
     with job.metrics.clock.part("other"), contextlib.closing(job.metrics.heartbeat.over(batches)) as beating:
         for batch in itertools.islice(beating, math.ceil(num_images / config.data.global_batch_size)):
             batch.wait()
-            parts = micro_batches(state.prepare(batch), state.accumulate, state.num_blank_images)
+            parts = micro_batches(state.prepare(batch), state.accumulate, state.num_dummy_images)
             state.teacher.skip(parts[0].images_BCHW, state.accumulate - len(parts))
             for part in parts:
                 outputs = run_teacher(state, part)

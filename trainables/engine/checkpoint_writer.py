@@ -84,7 +84,7 @@ class CheckpointWriter:
                 continue
             from_each(lambda: None, stages)
             write_packed(path, packed, text)
-            remove_shards(path, besides=shards[path])
+            remove_shards(path, keep=shards[path])
         if stages.is_main:
             publish()
 

@@ -113,6 +113,6 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
         heartbeat.enter("eval")
         result = evaluate(model, heartbeat.over(loader.epoch(0)), logits, group, group)
     if not result["num_images"]:
-        raise DataError(f"{config.data.path}: not one validation image could be read")
+        raise DataError(f"{config.data.path}: no validation image could be read")
     skipped = all_skipped(loader, group)
     return {**result, **how_measured(config, skipped)}

@@ -169,7 +169,7 @@ def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group:
     before = checkpoint.restore(stage.last, state, group, config.accepted_data)
     if before is None or state.data is None or state.progress.epoch >= config.optim.epochs:
         return
-    state.progress.begin_epoch_on_other_data(steps_per_epoch, forget_best=before.val != state.data.val)
+    state.progress.restart_epoch_on_other_data(steps_per_epoch, forget_best=before.val != state.data.val)
     if group.is_main:
         changes = ", ".join(data_changes(before, state.data))
         log.warning("%s: other data from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)

@@ -69,11 +69,11 @@ def epoch_seconds(job: Job) -> dict[str, float]:
     return {f"epoch/{name}": seconds for name, seconds in job.metrics.clock.end_epoch().items()}
 
 
-def log_what_is_not_measured(job: Job) -> None:
+def log_why_no_noise_scale(job: Job) -> None:
     """The log says why the noise scale is not measured where it is wanted."""
     config, update = job.config, job.train_state.update
     if config.train.max_steps is None and config.measures_noise and update.noise is None and job.group.is_main:
-        reason = update.noise_obstacle or "one worker compares micro-batches, and optim.accumulate is 1"
+        reason = update.noise_disabled_reason or "one worker compares micro-batches, and optim.accumulate is 1"
         log.info("%s: no noise_scale: %s", config.stage, reason)
 
 

@@ -49,7 +49,7 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy | None]:
 
     Raises:
         TrainingError: a teacher is not better than chance.
-        DataError: not one validation image could be read.
+        DataError: no validation image could be read.
     """
     config, reason = job.config, None
     if config.teacher_records is None or not config.all_teachers or not methods_with_teacher(config):
@@ -135,7 +135,7 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
 
     result = evaluate(network, job.metrics.heartbeat.over(batches), logits, group, state.group)
     if not result["num_images"]:
-        raise DataError(f"{config.data.path}: not one validation image could be read")
+        raise DataError(f"{config.data.path}: no validation image could be read")
     labels_K = np.bincount(job.val_loader.source.labels_N, minlength=num_classes)
     shares_K = all_reduce_sum(predicted_K, group).cpu().numpy() / result["num_images"]
     return result["top1_pct"], int(result["num_images"]), float(shares_K @ labels_K) / len(job.val_loader.source)

@@ -18,7 +18,7 @@ from trainables.distributed.pipeline.runner import Forward, PipelineRunner
 from trainables.engine.job import Logits, TrainStep
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher
-from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
+from trainables.engine.updates import SharedUpdate, UpdateSettings, all_reduce_mean, assign_grads
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.models.forward import logits_and_aux
 from trainables.rules import pipeline_micro_batches
@@ -27,7 +27,7 @@ from trainables.rules import pipeline_micro_batches
 class PipelineUpdate(SharedUpdate):
     """One optimizer for the parameters of this rank's pipeline stage, by the mean gradients of all replicas. No DDP."""
 
-    noise_obstacle = "with scale.pipeline_stages it is not measured"
+    noise_disabled_reason = "it is not measured with scale.pipeline_stages"
 
     def __init__(
         self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, stages: Group, clip_grad_norm: float | None
@@ -41,7 +41,7 @@ class PipelineUpdate(SharedUpdate):
     def end_backward(self, count: GlobalCount) -> None:
         """One all-reduce: the stages end at different times, so that it overlaps with others."""
         parameters = self._optimizer.parameters
-        put(parameters, average([parameter.grad for parameter in parameters], self._group))
+        assign_grads(parameters, all_reduce_mean([parameter.grad for parameter in parameters], self._group))
 
     def _clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -66,9 +66,9 @@ def pipeline_step(
     batch.wait()
     timer.mark("h2d")
     count = GlobalCount(len(batch.labels_B), train_state.group, num_samples=batch.num_samples)
-    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
+    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_dummy_images)
     timer.mark("augment")
-    divided = [micro_batches(part, num_micro_batches, train_state.num_blank_images) for part in parts]
+    divided = [micro_batches(part, num_micro_batches, train_state.num_dummy_images) for part in parts]
     if runner.is_last:
         max_calls = train_state.accumulate * num_micro_batches
         train_state.teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
