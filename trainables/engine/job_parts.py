@@ -1,4 +1,4 @@
-"""What a job is built of: its data, its models, the state of its checkpoints. Knows no Ray."""
+"""Build the parts of a job: loaders, models, optimizers, checkpoint state. Knows no Ray."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from trainables.data.source import open_on_node
 from trainables.device.compilation import compile_model
 from trainables.device.decode import check_decoder
 from trainables.device.tensor_format import tensor_format
-from trainables.distributed.group import Group, from_rank, gather_objects
+from trainables.distributed.group import Group, broadcast_result, gather_objects
 from trainables.distributed.pipeline.layout import Layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
@@ -45,9 +45,9 @@ log = logging.getLogger("raydistill")
 
 
 def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
-    """The class names, and this rank's loaders of the training and the validation split."""
+    """Return the class names, and this rank's training and validation loaders."""
     data, device = config.data, layout.replicas.device
-    kind = partial(PipelineLoader, hosts=layout.hosts) if layout.pipeline.world_size > 1 else Loader
+    kind = partial(PipelineLoader, cpu_group=layout.cpu_group) if layout.pipeline.world_size > 1 else Loader
     if not isinstance(data.loader_workers, int):
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
     check_decoder(data, device, max(1, data.loader_workers))
@@ -75,23 +75,23 @@ def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], 
 
 
 class Models(NamedTuple):
-    """What a rank has of a job's models."""
+    """This rank's part of a job's models."""
 
     config: TrainConfig
-    """The job's, with the cut into pipeline stages that it leaves open."""
+    """The job's configuration, now with the cut into pipeline stages."""
     name: str
-    """The student's in full."""
+    """The student's full name."""
     module: DistillationModule
-    """The student, or a pipeline stage of it, and its methods, which the last stage has."""
+    """The student or this rank's pipeline stage of it, and the methods, which are on the last stage."""
     teacher: TeacherInterface
     embedding: TapReader | None
-    """None for a student with a classifier."""
+    """Reads the student's embedding; None for a student with a classifier."""
 
 
 def build_models(
     config: TrainConfig, layout: Layout, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection]
 ) -> Models:
-    """The student with its methods, on its device, and the teacher that they read. Every rank calls it."""
+    """Build the student with its methods, on the device, and the teacher. Every rank must call this."""
     in_pipeline, device, seen = layout.pipeline.world_size > 1, layout.replicas.device, trained_model_input(config)
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
     if config.weights is not None:
@@ -128,14 +128,14 @@ def build_models(
     dtype, memory_format = tensor_format(config)
     module.methods.to(device, dtype)
     for parameter in module.methods.parameters():
-        if parameter.dim() == 4:  # its gradient comes in the images' format, and DDP copies one of another format than its own
+        if parameter.dim() == 4:  # match the gradient's memory format: otherwise DDP copies it
             parameter.data = parameter.data.to(dtype, memory_format=memory_format)
     compile_model(student, config.train.compile)
     return Models(config, name, module, teacher, embedding)
 
 
 def build_job_optimizers(config: TrainConfig, module: DistillationModule) -> tuple[LossOptimizer, ...]:
-    """See `build_optimizers`; of an init stage the one that its methods' losses have."""
+    """Build the optimizers, see `build_optimizers`; an init stage has a single one."""
     if config.init_stage:
         return (init_optimizer(module, config.optim),)
     return build_optimizers(module.student, module.methods_by_name, config.optim)
@@ -144,10 +144,10 @@ def build_job_optimizers(config: TrainConfig, module: DistillationModule) -> tup
 def build_checkpoint_state(
     models: Models, optimizers: Sequence[LossOptimizer], layout: Layout, classes: Sequence[str], loaders: tuple[Loader, Loader]
 ) -> CheckpointState:
-    """What a checkpoint of the job holds, before the first step. Every rank calls it."""
+    """Build the state that checkpoints store, before the first step. Every rank must call this."""
     config, module, data = models.config, models.module, None
     if config.train.max_steps is None:
-        data = from_rank(lambda: data_identity(*(loader.source for loader in loaders)), layout.job)
+        data = broadcast_result(lambda: data_identity(*(loader.source for loader in loaders)), layout.job)
     return CheckpointState(
         student=module.student,
         methods=module.methods,
@@ -162,9 +162,11 @@ def build_checkpoint_state(
 
 
 def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group: Group, steps_per_epoch: int) -> None:
-    """Continue from the stage's last checkpoint, whose unfinished epoch begins again where it was trained on other data.
+    """Resume from the stage's last checkpoint. If the data has changed since, restart the unfinished epoch.
 
-    Raises DataError where that is not accepted, CheckpointError: see `checkpoint.restore`.
+    Raises:
+        DataError: the data has changed, and that is not accepted.
+        CheckpointError: see `checkpoint.restore`.
     """
     before = checkpoint.restore(stage.last, state, group, config.accepted_data)
     if before is None or state.data is None or state.progress.epoch >= config.optim.epochs:
@@ -172,14 +174,14 @@ def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group:
     state.progress.restart_epoch_on_other_data(steps_per_epoch, forget_best=before.val != state.data.val)
     if group.is_main:
         changes = ", ".join(data_changes(before, state.data))
-        log.warning("%s: other data from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)
+        log.warning("%s: the data has changed from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)
 
 
 def describe_model(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
     about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
     seen = trained_model_input(config)
     about |= asdict(seen)
-    if seen.image_size == config.data.image_size:  # else it is of crops that the model resizes
+    if seen.image_size == config.data.image_size:  # otherwise the model resizes the crops
         about["val_resize"] = config.data.val_resize
     about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
     return about

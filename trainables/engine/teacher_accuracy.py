@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainables.config import WeightedConfig
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.tensor_format import pixels_of, teacher_autocast, teacher_precision
-from trainables.distributed.group import all_reduce_sum, from_rank
+from trainables.distributed.group import all_reduce_sum, broadcast_result
 from trainables.engine.evaluate import evaluate, logits_of
 from trainables.engine.job import Job
 from trainables.engine.modules import methods_with_teacher
@@ -87,12 +87,12 @@ def check_above_chance(accuracy: TeacherAccuracy) -> None:
 def _measure_once(job: Job, number: int, teacher: WeightedConfig) -> TeacherAccuracy:
     folder, began_s = str(job.config.teacher_records), time.perf_counter()
     path, store = Path(folder), ObjectStore(folder) if is_uri(folder) else None
-    name = from_rank(lambda: f"teacher-{_key(job, teacher)}.json", job.group)
+    name = broadcast_result(lambda: f"teacher-{_key(job, teacher)}.json", job.group)
 
     def read() -> bytes | None:
         return store.read(name) if store else (path / name).read_bytes() if (path / name).exists() else None
 
-    record = from_rank(read, job.group)
+    record = broadcast_result(read, job.group)
     if record is not None:
         accuracy = TeacherAccuracy.model_validate_json(record)
     else:

@@ -20,7 +20,7 @@ from trainables.device.tensor_format import autocast, pixels_of
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.batch_norm import accepts_empty_batches
 from trainables.distributed.gather import cpu_process_group
-from trainables.distributed.group import GlobalCount, Group, from_rank, gather_objects, seed_rank
+from trainables.distributed.group import GlobalCount, Group, broadcast_result, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.backbone_evaluation import BackboneEvaluation, open_labeled
@@ -100,7 +100,7 @@ def build(
     # Rank 0 decides for all ranks: a shared file system may show a new file to some nodes later than to others.
     resumes = gather_objects(stage.last.exists(), group)[0]
     if resumes and config.scale.pipeline_stages != 1:
-        config = from_rank(lambda: with_saved_cut(config, stage.last), group)
+        config = broadcast_result(lambda: with_saved_cut(config, stage.last), group)
     layout = build_layout(group, config.scale.pipeline_stages)
     with contextlib.ExitStack() as resources:  # closed here if the build fails
         resources.callback(disk.close)

@@ -195,7 +195,7 @@ class _CollectedGradients:
 class PerLossUpdate(ParameterUpdate):
     """One optimizer per group of losses, or one for only some losses. `module` is not in DDP: `step` averages the gradients."""
 
-    noise_disabled_reason = "losses have optimizers of their own"
+    noise_disabled_reason = "some losses have their own optimizers"
 
     def __init__(self, module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings) -> None:
         super().__init__(module, settings)

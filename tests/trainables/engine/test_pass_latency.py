@@ -42,7 +42,7 @@ def test_a_method_that_fails_on_images_of_zeros_ends_no_finished_training(
         summary = run_job(job)
     assert summary["steps"] == 5
     assert "one_image_ms" not in summary
-    assert "its passes are not timed: _LinAlgError: linalg.cholesky" in caplog.text
+    assert "cannot time the passes: _LinAlgError: linalg.cholesky" in caplog.text
 
 
 def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainables.config import DeviceAugmentConfig, TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.data.storage.free_space import format_bytes, free_bytes
-from trainables.distributed.group import Group, from_rank
+from trainables.distributed.group import Group, broadcast_result
 from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.init_stage import longest_init_stage
@@ -48,7 +48,7 @@ class CachedTeacher(RowTeacher):
         super().__init__(cached_format(config, len(classes), reads), reads, config, group.device, loader.source)
         parts = shared_key_parts(config, group, loader, classes, self.row_format)
         self.store = RowStore(Path(str(config.teacher.cache), cache_key(parts)), self.row_format.row, len(loader.source))
-        from_rank(lambda: _prepare(self.store, self.row_format, parts, cached_epochs(config), writes), group)
+        broadcast_result(lambda: _prepare(self.store, self.row_format, parts, cached_epochs(config), writes), group)
         self.writer = CacheWriter(self.store) if writes else None
         self._network = list[TeacherNetwork]()
         self._validation: Self | None = None
