@@ -332,7 +332,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     )
     with pytest.raises(TypeError):
         save(path, broken, Group())
-    with pytest.raises(CheckpointError, match="the previous one still stands"):
+    with pytest.raises(CheckpointError, match="the previous one is intact"):
         checkpoint.write_tensors(tmp_path / "last.safetensors" / "below-a-file", {"a": torch.zeros(1)}, {})
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.safetensors"]

@@ -1,8 +1,8 @@
-"""`teacher.head: class_means`: a classifier without training, of the mean feature of each class, as a checkpoint.
+"""`teacher.head: class_means`: build a classifier without training from the mean feature of each class.
 
-The mean is that of the L2-normalized features of a class's training images, each once and not augmented. The logits are scaled
-cosines to these means: a nearest class mean classifier (Mensink, Verbeek, Perronnin and Csurka 2013, "Distance-Based Image
-Classification: Generalizing to New Classes at Near-Zero Cost") that classifies as class embeddings do.
+The mean is over the L2-normalized features of a class's training images, each once and not augmented. Logits are scaled cosines
+to these means, as with class embeddings: a nearest class mean classifier (Mensink, Verbeek, Perronnin and Csurka 2013,
+"Distance-Based Image Classification: Generalizing to New Classes at Near-Zero Cost").
 
 Shapes: B batch, D features, K classes.
 """
@@ -35,11 +35,12 @@ log = logging.getLogger("raydistill")
 
 
 def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -> tuple[Path, dict[str, float]]:
-    """Write the checkpoint of `config.finetuned` with its class means. Returns its path and counts; every rank calls it.
+    """Write a checkpoint of `config.finetuned` with class means. Return its path and counts. Every rank must call this.
 
     Raises:
         DataError: images cannot be read, or a class has none.
-        ModelError, CheckpointError: see `load_teacher`; or features are not finite.
+        ModelError: see `load_teacher`; or features are not finite.
+        CheckpointError: see `load_teacher`.
     """
     teacher, seen = config.finetuned, trained_model_input(config)
     assert teacher is not None
@@ -72,8 +73,8 @@ def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -
     sums_KD, counts_K = all_reduce_sum(sums_KD, group).cpu().split([width, 1], dim=1)
     if empty := [name for name, count in zip(classes, counts_K.flatten().tolist(), strict=True) if not count]:
         raise DataError(
-            f"data.path: {config.data.path} has no readable training image of {first_three(empty)}, of which teacher.head: "
-            "class_means needs one: mend the images, remove the class, or leave teacher.head out"
+            f"data.path: {config.data.path} has no readable training image of {first_three(empty)}, but teacher.head: "
+            "class_means needs one per class: fix the images, remove the class, or remove teacher.head"
         )
     if not sums_KD.isfinite().all():
         raise ModelError(f"teacher.head: the features of {config.model} are not finite: its weights are damaged, or need fp32")
@@ -87,6 +88,6 @@ def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -
 
 
 def _sums(features_BD: Tensor, labels_B: Tensor, num_classes: int) -> Tensor:
-    """Sums of the normalized features and numbers of images of each class, (K, D + 1), in float64."""
+    """Return each class's sum of normalized features and number of images: (K, D + 1), float64."""
     rows_BD = functional.pad(functional.normalize(features_BD.double()), (0, 1), value=1.0)
     return functional.one_hot(labels_B, num_classes).double().T @ rows_BD
