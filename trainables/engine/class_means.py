@@ -39,8 +39,7 @@ def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -
 
     Raises:
         DataError: images cannot be read, or a class has none.
-        ModelError: see `load_teacher`; or features are not finite.
-        CheckpointError: see `load_teacher`.
+        ModelError, CheckpointError: see `load_teacher`; or features are not finite.
     """
     teacher, seen = config.finetuned, trained_model_input(config)
     assert teacher is not None

@@ -120,8 +120,7 @@ def load_tapped(config: EvaluateConfig) -> tuple[nn.Module, Taps]:
     """Load a checkpoint's model without its classifier, on the CPU, and the tap `config.tap`.
 
     Raises:
-        CheckpointError: see `load_teacher`.
-        ModelError: see `load_teacher`; or the model has no such tap, or the tap is not a vector per image.
+        CheckpointError, ModelError: see `load_teacher`; the model has no such tap, or the tap is not a vector per image.
     """
     name, model = load_evaluated(config, (), logits=False)
     taps = Taps(model, [config.tap], name=name, image_size=config.data.image_size)

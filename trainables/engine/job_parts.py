@@ -164,9 +164,7 @@ def build_checkpoint_state(
 def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group: Group, steps_per_epoch: int) -> None:
     """Resume from the stage's last checkpoint. If the data has changed since, restart the unfinished epoch.
 
-    Raises:
-        DataError: the data has changed, and that is not accepted.
-        CheckpointError: see `checkpoint.restore`.
+    Raises DataError if that is not accepted, CheckpointError: see `checkpoint.restore`.
     """
     before = checkpoint.restore(stage.last, state, group, config.accepted_data)
     if before is None or state.data is None or state.progress.epoch >= config.optim.epochs:

@@ -64,9 +64,7 @@ def _build_timm(groups: ParameterGroups, optim: OptimConfig) -> torch.optim.Opti
         text = f"{optim.name} needs {package}, which is not supported: choose another one, such as adamw"
         raise ExperimentError.of_key("optim.name", text)
     if info.second_order:
-        raise ExperimentError.of_key(
-            "optim.name", f"{optim.name} needs second derivatives, which are not supported: choose another one"
-        )
+        raise ExperimentError.of_key("optim.name", f"{optim.name} needs second derivatives: choose another one")
     args = _args(info.opt_class, optim)
     if "max_grad_norm" in inspect.signature(info.opt_class).parameters:
         args["max_grad_norm"] = None  # only optim.clip_grad_norm limits the norm
@@ -96,8 +94,7 @@ def check_optimizer(optim: OptimConfig) -> None:
     for slot, value in _state_after_step(optim).items():
         if not isinstance(value, torch.Tensor | int | float):
             raise ExperimentError.of_key(
-                "optim.name",
-                f"{optim.name} stores {slot} as {type(value).__name__}, which checkpoints do not support: choose another one",
+                "optim.name", f"{optim.name} stores {slot} as {type(value).__name__}, not as a tensor: choose another one"
             )
 
 

@@ -101,10 +101,8 @@ def run_student(
     *,
     module: nn.Module | None = None,
 ) -> tuple[DistillationOutputs, Losses]:
-    """Return the outputs and the losses of a micro-batch.
-
-    `inputs` go to the update's module, which in a pipeline is only a part of the student. `module` replaces it outside of
-    training steps; then no teacher is dropped.
+    """Return the outputs and the losses of a micro-batch. `inputs` go to the update's module, which in a pipeline takes the
+    output of earlier stages. Outside of training steps, `module` replaces it, and no teacher is dropped.
     """
     rows = len(part.labels_B)
     gather = Gather(rows, train_state.group, train_state.cpu_group)

@@ -114,9 +114,7 @@ def build(
         if models.embedding is not None:
             methods = models.module.methods_by_name.values()
             if config.eval.best == "cosine" and not any(method.projects_embedding for method in methods):
-                raise ExperimentError(
-                    "eval.best: cosine needs the method embed or queue, which project the student's embedding: write cka"
-                )
+                raise ExperimentError("eval.best: cosine needs embed or queue, which project the student's embedding: write cka")
             labeled = open_labeled(config, layout.replicas)
             for loader in labeled:
                 resources.callback(loader.close)
@@ -224,8 +222,7 @@ def run_job(job: Job) -> dict[str, float]:
     Raises:
         TrainingError: a loss or a parameter is not finite, or replicas disagree.
         StageInterruptedError: some rank requested an interruption; raised on every rank once a checkpoint is saved.
-        DataError: images cannot be read.
-        CheckpointError: a checkpoint cannot be written.
+        DataError, CheckpointError: images cannot be read, a checkpoint cannot be written.
     """
     config, progress = job.config, job.progress
     job.metrics.clock.begin()

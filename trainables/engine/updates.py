@@ -130,14 +130,13 @@ class SharedUpdate(ParameterUpdate):
         self._allreduce_wait.end()
 
     def backward(self, losses: Losses, count: GlobalCount, num_images: int) -> None:
-        wait = self._allreduce_wait if self._ddp is not None else None
+        wait = self._allreduce_wait if self._ddp is not None and self._is_last else None
         total = self._scaler.scale(losses.total(count.weight()))
-        if wait is not None and self._is_last:
+        if wait is not None:
             wait.begin_after(total)
-            total.backward()  # type: ignore[no-untyped-call]
+        total.backward()  # type: ignore[no-untyped-call]
+        if wait is not None:
             wait.end()
-        else:
-            total.backward()  # type: ignore[no-untyped-call]
         if self.noise is not None:
             self.noise.end_micro_batch(num_images)
 

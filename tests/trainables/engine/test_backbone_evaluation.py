@@ -149,7 +149,7 @@ def test_a_best_checkpoint_by_a_number_that_is_not_measured_is_refused(tmp_path:
         ({"eval": {"best": "loss"}, "distill": {**DISTILL, "method": ["queue"]}}, "eval.best: queue compares the images"),
         (
             {"eval": {"best": "cosine"}, "distill": {**DISTILL, "method": ["rkd"]}},
-            "eval.best: cosine needs the method embed or queue",
+            "eval.best: cosine needs embed or queue",
         ),
     ):
         with pytest.raises(ExperimentError, match=f"^{says}"):

@@ -70,7 +70,7 @@ def test_every_optimizer_that_is_not_refused_goes_on_from_a_checkpoint_bit_for_b
             "there is no nothing_like_it: write sgd, adamw, dot, or one of timm.optim.list_optimizers(), such as lamb",
         ),
         ({"name": "adahessian"}, "adahessian needs second derivatives"),
-        ({"name": "kron"}, "kron stores Q as list, which checkpoints do not support"),
+        ({"name": "kron"}, "kron stores Q as list, not as a tensor: choose another one"),
         ({"name": "adamw", "args": {"beta": 1}}, "adamw has no argument beta: write one of betas, eps"),
         ({"name": "lamb", "args": {"max_grad_norm": 1.0}}, "lamb has no argument max_grad_norm"),
         (

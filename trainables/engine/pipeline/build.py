@@ -76,9 +76,7 @@ def stage_costs(
     images_BCHW = torch.rand(num_samples, 3, size, size, device=device, dtype=dtype).to(memory_format=layout)
     precision, teacher_blocks = autocast(config.precision, device), list[Block]()
     for teacher in teachers:
-        teacher_blocks += measure_blocks(
-            teacher, [], images_BCHW, precision, training=False
-        )  # as a whole, including its input conversion
+        teacher_blocks += measure_blocks(teacher, [], images_BCHW, precision, training=False)  # as a single block
     return StageCosts(
         measure_blocks(module.student, points, images_BCHW, precision),
         config.scale.pipeline_stages,

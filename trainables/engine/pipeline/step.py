@@ -73,7 +73,7 @@ def pipeline_step(
         max_calls = train_state.accumulate * num_micro_batches
         train_state.teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
     for part, each in zip(parts, divided, strict=True):
-        loss = _loss_function(train_state, each, count, step, timer) if runner.is_last else None
+        loss = _loss_fn(train_state, each, count, step, timer) if runner.is_last else None
         runner.run(part.images_BCHW, len(each), loss=loss, mark=timer.mark)
     train_state.update.end_backward(count)
     timer.mark("backward")
@@ -81,9 +81,7 @@ def pipeline_step(
     timer.mark("optimizer")
 
 
-def _loss_function(
-    train_state: TrainState, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer
-) -> Forward:
+def _loss_fn(train_state: TrainState, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
     """Return the last stage's loss function. The teacher runs on all micro-batches while the first is still in earlier stages."""
     epochs_passed = train_state.epochs.passed(step)
     remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
