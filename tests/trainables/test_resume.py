@@ -261,7 +261,7 @@ def test_ranks_that_read_different_checkpoints_end_with_one_line_or_wait_for_the
     settings = {"train": {"checkpoint_every": 1}, "optim": {"momentum": 0, "nesterov": False}}
     for name, die_after in (("old", 4), ("new", 8)):
         assert ranks.run(2, train, config(tmp_path / name, **settings), die_after)[0]["died"]
-    steps = [checkpoint.read_about(StageDir(tmp_path / name).last)["progress"]["step"] for name in ("new", "old")]
+    steps = [checkpoint.read_metadata(StageDir(tmp_path / name).last)["progress"]["step"] for name in ("new", "old")]
     assert steps[0] > steps[1]
     folders = [tmp_path / "new", tmp_path / "old"]
     message = rf"rank 0 reads the checkpoint of step {steps[0]} at .*, rank 1 reads that of step {steps[1]}: check that"
@@ -296,7 +296,7 @@ def test_a_checkpoint_without_the_keys_of_its_version_or_with_a_damaged_descript
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     path, state = tmp_path / "last.safetensors", small_state()
     save(path, state, Group())
-    state.about["model"] = "other"
+    state.metadata["model"] = "other"
     with pytest.raises(CheckpointError, match="holds tiny with 4 classes, but the experiment has other"):
         checkpoint.restore(path, state, Group())
 

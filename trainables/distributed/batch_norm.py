@@ -133,16 +133,16 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         axes = (0, *range(2, input.ndim))
         view = (1, -1, *([1] * (input.ndim - 2)))
         count = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
-        sums = self._over_ranks(torch.cat([input.sum(axes), count]))
+        sums = self._sum_over_ranks(torch.cat([input.sum(axes), count]))
         count = sums[-1].clamp(min=1)  # no rank may have a row
         mean_C = sums[:-1] / count
-        centred = input - mean_C.view(view)
-        var_C = self._over_ranks(centred.square().sum(axes)) / count
+        centered = input - mean_C.view(view)
+        var_C = self._sum_over_ranks(centered.square().sum(axes)) / count
         self._update_running_statistics(mean_C.detach(), var_C.detach(), count.detach())
         scale_C = self.weight * torch.rsqrt(var_C + self.eps)
-        return torch.addcmul(self.bias.view(view), centred, scale_C.view(view)).to(dtype)
+        return torch.addcmul(self.bias.view(view), centered, scale_C.view(view)).to(dtype)
 
-    def _over_ranks(self, local: Tensor) -> Tensor:
+    def _sum_over_ranks(self, local: Tensor) -> Tensor:
         if self._group.world_size == 1:
             return local
         total: Tensor = _AllReduce.apply(local, self._group)  # type: ignore[no-untyped-call]

@@ -78,7 +78,7 @@ class RankPool:
 
     def _start(self) -> None:
         """Start the processes with this one's current environment; a fork server only has that of its own start."""
-        options: dict[str, Any] = {"mp_context": self._context, "initializer": _begin, "initargs": (dict(os.environ),)}
+        options: dict[str, Any] = {"mp_context": self._context, "initializer": _init_process, "initargs": (dict(os.environ),)}
         self._ranks = [ProcessPoolExecutor(1, **options) for _ in range(self._max_ranks)]
         self._pids = [rank.submit(os.getpid) for rank in self._ranks]
 
@@ -99,14 +99,14 @@ def _has_died(rank: Future[Any]) -> bool:
     return isinstance(rank.exception(), BrokenProcessPool)
 
 
-def _begin(environment: dict[str, str]) -> None:
+def _init_process(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """Exit with the parent, so that killing it leaves no ranks behind."""
     parent = multiprocessing.parent_process()
     assert parent is not None

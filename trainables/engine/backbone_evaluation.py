@@ -139,22 +139,22 @@ class BackboneEvaluation:
         found = {"num_images": images}
         if measures_loss and not state.teacher.is_collective:
             found["loss"] = loss / (images or math.nan)
-        of_ranks: list[dict[int, tuple[int, int]]] = gather_objects({n: cka.widths for n, cka in sorted(ckas.items())}, group)
-        widths = next((each for each in of_ranks if each), {})
+        by_rank: list[dict[int, tuple[int, int]]] = gather_objects({n: cka.widths for n, cka in sorted(ckas.items())}, group)
+        widths = next((each for each in by_rank if each), {})
         values = {n: (ckas.get(n) or LinearCKA(x, y, group.device)).result(group) for n, (x, y) in widths.items()}
         if values:
-            found |= self._of_teachers("cka", values)
+            found |= self._by_teacher("cka", values)
         if projecting and not state.teacher.is_collective:
             means = (all_reduce_sum(cosines, group) / (images or math.nan)).tolist()
-            found |= self._of_teachers("cosine", dict(zip(projecting, means, strict=True)))
+            found |= self._by_teacher("cosine", dict(zip(projecting, means, strict=True)))
         return found
 
-    def _of_teachers(self, name: str, values: dict[int, float]) -> dict[str, float]:
+    def _by_teacher(self, name: str, values: dict[int, float]) -> dict[str, float]:
         """Name each teacher's number, and add their mean weighted by the shares."""
         if len(values) == 1:
             return {name: next(iter(values.values()))}
-        of_each = {f"{name}{n + 1}": value for n, value in values.items()}
-        return {name: sum(self._shares[n] * value for n, value in values.items()), **of_each}
+        by_teacher = {f"{name}{n + 1}": value for n, value in values.items()}
+        return {name: sum(self._shares[n] * value for n, value in values.items()), **by_teacher}
 
     def _read(self, output: Tensor, num_rows: int) -> Tensor:
         (outputs,) = self._embedding.pop(output, num_rows).values()

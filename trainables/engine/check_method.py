@@ -82,8 +82,8 @@ def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool 
     output.mkdir(parents=True, exist_ok=True)
     model = build_model(teacher, num_classes=NUM_CLASSES, image_size=case.image_size, seed=SEED if same else SEED + 1)
     classes = [str(label) for label in range(NUM_CLASSES)]
-    about = {"model": teacher, "num_classes": NUM_CLASSES, "image_size": case.image_size, "classes": classes}
-    checkpoint.write_tensors(weights, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}, about)
+    metadata = {"model": teacher, "num_classes": NUM_CLASSES, "image_size": case.image_size, "classes": classes}
+    checkpoint.write_tensors(weights, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}, metadata)
     options = dict(case.options)
     if issubclass(load_method(case.name).Options, InitStageOptions):
         options.setdefault("init_epochs", 1)

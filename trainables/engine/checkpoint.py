@@ -109,7 +109,7 @@ class CheckpointState:
     optimizers: Sequence[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     progress: Progress
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     """Metadata for readers of the file: model, num_classes, image_size, classes, mean, std, data keys."""
     data: DataIdentity | None = None
     """The training data; None in a timing run, which saves no checkpoints."""
@@ -178,7 +178,7 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], str | None]:
 
 def join_shards(path: Path) -> None:
     """Merge a checkpoint and its shards, if any, into one file. Raises CheckpointError: see `read`, `write_tensors`."""
-    if names := read_about(path).get("shards"):
+    if names := read_metadata(path).get("shards"):
         tensors, meta = read(path)
         del meta["shards"]
         write_tensors(path, tensors, meta)
@@ -193,7 +193,7 @@ def remove_shards(path: Path, keep: Sequence[str]) -> None:
             shard.unlink(missing_ok=True)
 
 
-def read_about(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata of a checkpoint, see `read`."""
     return read(path)[1]
 
@@ -320,10 +320,10 @@ def _check_format(path: Path, meta: dict[str, Any]) -> None:
 
 
 def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
-    if option_key(meta["model"]) != option_key(state.about["model"]) or meta["num_classes"] != state.about["num_classes"]:
+    if option_key(meta["model"]) != option_key(state.metadata["model"]) or meta["num_classes"] != state.metadata["num_classes"]:
         raise CheckpointError(
             f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, but the experiment has "
-            f"{state.about['model']} with {state.about['num_classes']}: choose the same model or another --out"
+            f"{state.metadata['model']} with {state.metadata['num_classes']}: choose the same model or another --out"
         )
 
 

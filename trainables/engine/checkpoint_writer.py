@@ -49,7 +49,7 @@ class CheckpointWriter:
             tensors |= {f"rng.{rank}.{kind}": value for rank, (own, _) in enumerate(gathered) for kind, value in own.items()}
         meta = {
             "format": FORMAT,
-            **state.about,
+            **state.metadata,
             **({"data": state.data.model_dump(exclude={"classes"})} if state.data is not None else {}),
             "progress": vars(state.progress),
             "metrics": state.metrics,

@@ -62,8 +62,8 @@ def _advice(job: Job) -> str:
     """Suggest remedies for non-finite numbers that are not in use yet, and name the last good checkpoint."""
     optim = job.config.optim
     peak = peak_learning_rate(optim, job.config.data.global_batch_size)
-    of_batch = f", {peak:g} after scaling with the batch" if peak != optim.lr else ""
-    changes = [f"lower optim.lr (now {optim.lr:g}{of_batch})"]
+    scaled = f", {peak:g} after scaling with the batch" if peak != optim.lr else ""
+    changes = [f"lower optim.lr (now {optim.lr:g}{scaled})"]
     if not (optim.clip_grad_norm or optim.clip_grad_value or optim.clip_grad_agc):
         changes.append("set optim.clip_grad_norm")
     if job.config.precision == "fp16":

@@ -41,20 +41,20 @@ def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -
         DataError: images cannot be read, or a class has none.
         ModelError, CheckpointError: see `load_teacher`; or features are not finite.
     """
-    teacher, seen = config.finetuned, trained_model_input(config)
+    teacher, model_input = config.finetuned, trained_model_input(config)
     assert teacher is not None
     model = load_teacher(
         config.model,
         str(config.weights),
-        image_size=seen.image_size,
+        image_size=model_input.image_size,
         classes=(),
         seed=config.seed,
         logits=False,
         weights_key=config.weights_key,
     )
     tensors = {f"model.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
-    width, (dtype, layout) = output_width(model, seen.image_size), tensor_format(config)
-    take_pixels(model, seen)
+    width, (dtype, layout) = output_width(model, model_input.image_size), tensor_format(config)
+    take_pixels(model, model_input)
     model.to(group.device, dtype).to(memory_format=layout)  # type: ignore[call-overload]
     precision, pixels = teacher_autocast(teacher, config, group.device), pixels_of(config)
     heartbeat.enter("eval")
@@ -79,9 +79,9 @@ def write_class_means(config: TrainConfig, group: Group, heartbeat: Heartbeat) -
         raise ModelError(f"teacher.head: the features of {config.model} are not finite: its weights are damaged, or need fp32")
     path, num_images = StageDir(Path(config.output_dir)).best, counts_K.sum().item()
     if group.is_main:
-        about = describe_model(config, config.model, classes) | {"logit_scale": teacher.scale}
-        about["transform_input"] = bool(getattr(model, "transform_input", False))
-        checkpoint.write_tensors(path, {**tensors, CLASS_EMBEDDINGS: sums_KD / counts_K}, about)
+        metadata = describe_model(config, config.model, classes) | {"logit_scale": teacher.scale}
+        metadata["transform_input"] = bool(getattr(model, "transform_input", False))
+        checkpoint.write_tensors(path, {**tensors, CLASS_EMBEDDINGS: sums_KD / counts_K}, metadata)
         log.info("%s: %s: %d class means of %d images", config.stage, config.model, len(classes), num_images)
     return path, {"num_images": num_images, "skipped_images": float(len(skipped))}
 

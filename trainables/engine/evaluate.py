@@ -19,7 +19,7 @@ from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.precision import with_precision
 from trainables.device.tensor_format import autocast, to_pixels
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers
-from trainables.engine.features import all_skipped, how_measured, load_evaluated, split_loader
+from trainables.engine.features import all_skipped, load_evaluated, result_details, split_loader
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.forward import logits_and_aux
@@ -115,4 +115,4 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
     if not result["num_images"]:
         raise DataError(f"{config.data.path}: no validation image could be read")
     skipped = all_skipped(loader, group)
-    return {**result, **how_measured(config, skipped)}
+    return {**result, **result_details(config, skipped)}

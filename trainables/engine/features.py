@@ -96,10 +96,10 @@ def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat,
 
 
 def _summary(config: EvaluateConfig, val: Features, skipped: list[str]) -> dict[str, Any]:
-    return {"tap": config.tap, "num_images": float(len(val.labels_N)), **how_measured(config, skipped)}
+    return {"tap": config.tap, "num_images": float(len(val.labels_N)), **result_details(config, skipped)}
 
 
-def how_measured(config: EvaluateConfig, skipped: list[str]) -> dict[str, Any]:
+def result_details(config: EvaluateConfig, skipped: list[str]) -> dict[str, Any]:
     """Return what every evaluation result contains besides its numbers."""
     return {
         "skipped_images": float(len(skipped)),
@@ -111,7 +111,7 @@ def how_measured(config: EvaluateConfig, skipped: list[str]) -> dict[str, Any]:
 
 def load_evaluated(config: EvaluateConfig, classes: Sequence[str], *, logits: bool) -> tuple[str, nn.Module]:
     """Return the name of the evaluated model, and the model on the CPU; see `load_teacher`."""
-    name, size = config.model or checkpoint.read_about(Path(config.checkpoint))["model"], config.data.image_size
+    name, size = config.model or checkpoint.read_metadata(Path(config.checkpoint))["model"], config.data.image_size
     fit: dict[str, Any] = {"image_size": size, "classes": classes, "seed": 0, "weights_key": config.weights_key}
     return name, load_teacher(name, config.checkpoint, **fit, logits=logits)
 

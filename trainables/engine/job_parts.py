@@ -92,10 +92,10 @@ def build_models(
     config: TrainConfig, layout: Layout, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection]
 ) -> Models:
     """Build the student with its methods, on the device, and the teacher. Every rank must call this."""
-    in_pipeline, device, seen = layout.pipeline.world_size > 1, layout.replicas.device, trained_model_input(config)
+    in_pipeline, device, model_input = layout.pipeline.world_size > 1, layout.replicas.device, trained_model_input(config)
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
     if config.weights is not None:
-        fit: dict[str, Any] = {"image_size": seen.image_size, "classes": classes, "seed": config.seed}
+        fit: dict[str, Any] = {"image_size": model_input.image_size, "classes": classes, "seed": config.seed}
         begin_with(student, config.model, config.weights, **fit, weights_key=config.weights_key)
     if config.freeze:
         student.requires_grad_(False)
@@ -112,10 +112,10 @@ def build_models(
     if in_pipeline:
         config = cut_student(config, layout, module, networks, teacher_is_sharded=sharded)
     if layout.is_first:
-        take_pixels(student, seen)
+        take_pixels(student, model_input)
         student.to(tensor_format(config)[0])
     if layout.job.is_main:
-        log.info("%s: student %s sees %s", config.stage, name, seen)
+        log.info("%s: student %s sees %s", config.stage, name, model_input)
         if methods_with_teacher(config):
             for each in config.all_teachers:
                 log.info("%s: teacher %s sees %s", config.stage, each.model, teacher_input(each, config.data))
@@ -154,7 +154,7 @@ def build_checkpoint_state(
         optimizers=[each.optimizer for each in optimizers],
         scaler=torch.amp.GradScaler(layout.replicas.device.type, enabled=config.precision == "fp16"),
         progress=Progress(),
-        about=describe_model(config, models.name, classes),
+        metadata=describe_model(config, models.name, classes),
         data=data,
         average=None if (decay := config.optim.ema_decay) is None else WeightAverage(module.student, module.methods, decay),
         pipeline_stages=layout.writers,
@@ -176,10 +176,10 @@ def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group:
 
 
 def describe_model(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
-    about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
-    seen = trained_model_input(config)
-    about |= asdict(seen)
-    if seen.image_size == config.data.image_size:  # otherwise the model resizes the crops
-        about["val_resize"] = config.data.val_resize
-    about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
-    return about
+    metadata = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
+    model_input = trained_model_input(config)
+    metadata |= asdict(model_input)
+    if model_input.image_size == config.data.image_size:  # otherwise the model resizes the crops
+        metadata["val_resize"] = config.data.val_resize
+    metadata["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
+    return metadata

@@ -89,8 +89,8 @@ def _take_totals(job: Job) -> Tensor:
 
 def _learning_rate(train_state: TrainState) -> float:
     """Return the rate of the optimizer for the task loss; an init stage has only one optimizer."""
-    of_task = max(train_state.optimizers, key=lambda each: "task" in each.losses)
-    return float(of_task.optimizer.param_groups[0]["lr"])
+    task_optimizer = max(train_state.optimizers, key=lambda each: "task" in each.losses)
+    return float(task_optimizer.optimizer.param_groups[0]["lr"])
 
 
 def _log_line(job: Job, line: PendingLine, now: Mapping[str, float], reported: Mapping[str, float]) -> None:

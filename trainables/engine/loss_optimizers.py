@@ -62,18 +62,18 @@ class DotSGD(torch.optim.SGD):
         has_first = bool(self._shared_settings["momentum"])
         shared = {p for p in gradients if p in self.shared or (has_first and "momentum_buffer" not in self.state[p])}
         init_momentum_buffers(self)
-        self._step_some(gradients, gradients.keys() - shared)
+        self._step_subset(gradients, gradients.keys() - shared)
         for group in self.param_groups:
             group.update(self._shared_settings)
-        self._step_some(gradients, shared)
+        self._step_subset(gradients, shared)
         for group, own in zip(self.param_groups, own_settings, strict=True):
             group.update(own)
         for p, gradient in gradients.items():
             p.grad = gradient
 
-    def _step_some(self, gradients: Mapping[nn.Parameter, torch.Tensor], some: Set[nn.Parameter]) -> None:
+    def _step_subset(self, gradients: Mapping[nn.Parameter, torch.Tensor], subset: Set[nn.Parameter]) -> None:
         for p, gradient in gradients.items():
-            p.grad = gradient if p in some else None
+            p.grad = gradient if p in subset else None
         super().step()
 
 

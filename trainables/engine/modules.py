@@ -110,28 +110,28 @@ def build_distillation_module(
         ExperimentError: methods and options do not fit together, or do not fit these models.
         ModelError: a model lacks a tap that a method reads.
     """
-    selected, of_stage = selected_methods(config), stage_methods(config)
+    selected, active = selected_methods(config), stage_methods(config)
     weight = 0.0 if not num_classes else task_weight(config.distill, selected) if config.distill is not None else 1.0
     problem = first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES) or labels_are_used(config, selected)
     if problem:
         raise ExperimentError(problem)
-    if not of_stage:
+    if not active:
         return DistillationModule(student, task_weight=weight), []
     if num_classes == 2:
-        _notice_idle_terms(of_stage)
+        _notice_idle_terms(active)
     size, with_teacher = config.data.image_size, methods_with_teacher(config)
     for teacher in teachers:
         _prepare_teacher(teacher, student, group, selected, size)
     readers = teacher_readers(config, teachers, with_teacher) if teachers else []
     student_taps = TapReader(
         student,
-        {each.key: each.student_taps for each in of_stage},
+        {each.key: each.student_taps for each in active},
         name=config.model,
         image_size=size,
-        without_logits=[each.key for each in of_stage if not each.requires.logits],
+        without_logits=[each.key for each in active if not each.requires.logits],
     )
     methods = {}
-    for method in of_stage:
+    for method in active:
         own = readers if method.teacher is None else readers[method.teacher : method.teacher + 1]
         context = BuildContext(
             student=student_taps.spec(method.key),
@@ -146,7 +146,7 @@ def build_distillation_module(
             init_stage=config.init_stage,
         )
         methods[method.key] = method.build(context)
-    numbers, dropping = {each.key: each.teacher for each in of_stage if each.teacher is not None}, None
+    numbers, dropping = {each.key: each.teacher for each in active if each.teacher is not None}, None
     if numbers and config.distill is not None and config.distill.teacher_dropping and not config.init_stage:
         dropping = TeacherDropping(config.distill.teacher_dropping, config.seed, numbers, config.shares)
     module = DistillationModule(

@@ -156,7 +156,7 @@ def phase_times(job: Job) -> dict[str, float]:
     if phases:
         others = data_pct(phases) | metrics.host.summary() | metrics.allreduce_wait.summary() | job.train_loader.costs.summary()
     ranks: list[tuple[StepStatistics, dict[str, float]]] = gather_objects((phases, others), job.group)
-    found = named({name: Statistics.of_ranks(each) for name, each in _by_name(phases for phases, _ in ranks).items()})
+    found = named({name: Statistics.merge(each) for name, each in _by_name(phases for phases, _ in ranks).items()})
     found |= {name: fmean(each) for name, each in _by_name(others for _, others in ranks).items()}
     allreduce_ms, for_ranks_ms = split_waits(gather_objects(metrics.allreduce_wait.by_step, job.group))
     if allreduce_ms is not None:

@@ -113,7 +113,7 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
     """Return teacher `number`'s top-1 in percent, the number of images, and the fraction that is right by chance."""
     config, group, state, teacher = job.config, job.group, job.train_state, job.train_state.teacher
     batches, network = job.val_loader.epoch(0), nn.Module()
-    num_classes = job.checkpoint_state.about["num_classes"]
+    num_classes = job.checkpoint_state.metadata["num_classes"]
     predicted_K = torch.zeros(num_classes, dtype=torch.float64, device=group.device)
     if isinstance(teacher, ServiceTeacher):
         client = teacher.for_validation(job.val_loader)
@@ -145,7 +145,7 @@ def _network(job: Job, number: int) -> nn.Module:
     """Return teacher `number`'s network; if its logits are cached, load the network for the measurement."""
     teacher = job.train_state.teacher
     if not isinstance(teacher, TeacherNetwork):
-        return move(load_networks(job.config, job.checkpoint_state.about["classes"])[0], job.config, job.group.device)
+        return move(load_networks(job.config, job.checkpoint_state.metadata["classes"])[0], job.config, job.group.device)
     return teacher.networks[number]
 
 

@@ -42,7 +42,7 @@ class Statistics:
     p95: float
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence["Statistics"]) -> "Statistics":
+    def merge(cls, ranks: Sequence["Statistics"]) -> "Statistics":
         """Merge ranks: the minimum and maximum over all of them; the other numbers are means over ranks."""
         return cls(
             mean=fmean(rank.mean for rank in ranks),

@@ -94,7 +94,7 @@ def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
 
     Raises CheckpointError: the file is damaged.
     """
-    saved = checkpoint.read_about(path).get("pipeline") or {}
+    saved = checkpoint.read_metadata(path).get("pipeline") or {}
     if config.scale.cut is not None or saved.get("pipeline_stages") != config.scale.pipeline_stages or saved["cut"] is None:
         return config
     return _with_cut(config, saved["cut"])
