@@ -102,9 +102,9 @@ def resolve(
 
 def trained_images(checkpoint: Path) -> dict[str, Any]:
     """How a checkpoint's training prepared its validation images, as keys of `data`."""
-    from trainables.engine.checkpoint import read_about
+    from trainables.engine.checkpoint import read_metadata
 
-    return known(read_about(checkpoint))
+    return known(read_metadata(checkpoint))
 
 
 def published_images(model: str, weights: str) -> dict[str, Any]:

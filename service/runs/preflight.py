@@ -214,7 +214,7 @@ def check_data_of_run(
         if accept_new:
             raise ExperimentError("--accept-new-data: a sweep over data.path continues with the data of each trial: leave it out")
     elif result.data is None:
-        notice(f"{run} does not say on what data it was begun: whether that has changed is not checked")
+        notice(f"{run} does not record its training data: whether it has changed is not checked")
     elif not check_same_data(run, result.data, data, accept=accept_new):
         if accept_new:
             notice("--accept-new-data: the data has not changed: it is not needed")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.benchmarks.rounds import Bar
-from trainables.distributed.group import Group, from_rank
+from trainables.distributed.group import Group, broadcast_result
 from trainables.distributed.pipeline.block_costs import measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
 from trainables.distributed.pipeline.runner import PipelineRunner
@@ -54,7 +54,7 @@ def measure(group: Group, name: str, rounds: int) -> tuple[str, dict[str, float]
         blocks = measure_blocks(model, points, images_BCHW[: NUM_SAMPLES // number])
         return choose_cut(StageCosts(blocks, num_stages, number, SCHEDULE, parameter_copies=3.0))
 
-    chosen = from_rank(choose, group, num_stages - 1)
+    chosen = broadcast_result(choose, group, num_stages - 1)
     every = [(0, *cuts) for cuts in combinations(range(1, len(points) + 1), num_stages - 1)]
     cuts = [[points[start - 1] for start in starts[1:]] for starts in (*every[:: -(-len(every) // MAX_CUTS)], chosen)]
     names = [", ".join(cut) for cut in cuts]

@@ -71,7 +71,7 @@ class DyingPool:
 
     def run(self, num_ranks: int, function: Callable[..., Any], config: None, faults: Any, address: str, number: int) -> None:
         if number:
-            raise RankDiedError("rank 0 ended without an answer")
+            raise RankDiedError("rank 0 died without a result")
         with Client(address) as pipe:
             pipe.send((number, 0))
             pipe.recv()

@@ -674,10 +674,10 @@ def test_a_run_whose_data_has_changed_is_refused_from_any_folder_before_ray_star
 # check-method
 
 CONTRACT = [
-    "its terms are those that it declares, of samples or of the batch",
-    "gradients reach the student and all that the method trains",
-    "2 and 3 workers train what one trains, to 1e-09",
-    "a job that was cut off goes on exactly",
+    "it returns the terms that it declares, per sample or per batch",
+    "gradients reach the student and everything that the method trains",
+    "2 and 3 workers give the same result as one, to 1e-09",
+    "an interrupted job resumes exactly",
     "everything is finite in bf16",
     "a student that equals its teacher has finite gradients",
 ]
@@ -704,7 +704,7 @@ def test_a_method_that_breaks_its_contract_is_reported_point_by_point_with_exit_
     lines = shown.out.splitlines()
     assert [line[8:].partition(": ")[0] for line in lines] == CONTRACT
     assert [line[:6] for line in lines] == ["    ok", "    ok", "failed", "    ok", "    ok", "    ok"]
-    assert re.search(r": rank \d of 2 has another \S+, by \S+ of its largest value$", lines[2])
+    assert re.search(r": rank \d of 2 differs in \S+, by \S+ of its largest value$", lines[2])
     assert shown.err == f"error: {name} does not keep the contract of a method in 1 of the points above\n"
     assert lent.closed == 1
 

@@ -222,7 +222,9 @@ def test_a_training_that_an_older_version_began_is_refused_before_its_first_step
     settings = config(tmp_path, optim={"epochs": 2})
     assert ranks.run(1, train, settings, 8)[0]["died"]
     written_by_the_version_before(tmp_path / "checkpoints" / "last.safetensors")
-    with pytest.raises(CheckpointError, match=r"was written by another version: train on with that one, or choose another --out"):
+    with pytest.raises(
+        CheckpointError, match=r"was written by another version: resume with that version, or choose another --out"
+    ):
         ranks.run(1, train, settings)
 
 
@@ -259,10 +261,10 @@ def test_ranks_that_read_different_checkpoints_end_with_one_line_or_wait_for_the
     settings = {"train": {"checkpoint_every": 1}, "optim": {"momentum": 0, "nesterov": False}}
     for name, die_after in (("old", 4), ("new", 8)):
         assert ranks.run(2, train, config(tmp_path / name, **settings), die_after)[0]["died"]
-    steps = [checkpoint.read_about(StageDir(tmp_path / name).last)["progress"]["step"] for name in ("new", "old")]
+    steps = [checkpoint.read_metadata(StageDir(tmp_path / name).last)["progress"]["step"] for name in ("new", "old")]
     assert steps[0] > steps[1]
     folders = [tmp_path / "new", tmp_path / "old"]
-    message = rf"rank 0 reads the checkpoint of step {steps[0]} at .*, rank 1 that of step {steps[1]}: their nodes do not see"
+    message = rf"rank 0 reads the checkpoint of step {steps[0]} at .*, rank 1 reads that of step {steps[1]}: check that"
     with pytest.raises(CheckpointError, match=message):
         ranks.run(2, train_on_nodes, folders, 0.0)
     resumed = ranks.run(2, train_on_nodes, folders, 60.0, StageDir(tmp_path / "new").last)
@@ -294,8 +296,8 @@ def test_a_checkpoint_without_the_keys_of_its_version_or_with_a_damaged_descript
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     path, state = tmp_path / "last.safetensors", small_state()
     save(path, state, Group())
-    state.about["model"] = "other"
-    with pytest.raises(CheckpointError, match="holds tiny with 4 classes, the experiment asks for other"):
+    state.metadata["model"] = "other"
+    with pytest.raises(CheckpointError, match="holds tiny with 4 classes, but the experiment has other"):
         checkpoint.restore(path, state, Group())
 
 
@@ -304,12 +306,12 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     save(path, adam, Group())
     sgd.optimizers = [torch.optim.SGD(sgd.student.parameters(), lr=0.1)]
     with pytest.raises(
-        CheckpointError, match="was written by AdamW of 4 parameters, and here there is SGD of 4 parameters: resume"
+        CheckpointError, match="was written with AdamW of 4 parameters, but the experiment has SGD of 4 parameters: resume"
     ):
         checkpoint.restore(path, sgd, Group())
     fewer = small_state()
     fewer.optimizers = [torch.optim.AdamW(list(fewer.student.parameters())[1:], lr=0.1)]
-    with pytest.raises(CheckpointError, match="AdamW of 4 parameters, and here there is AdamW of 3 parameters"):
+    with pytest.raises(CheckpointError, match="AdamW of 4 parameters, but the experiment has AdamW of 3 parameters"):
         checkpoint.restore(path, fewer, Group())
 
 
@@ -330,7 +332,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     )
     with pytest.raises(TypeError):
         save(path, broken, Group())
-    with pytest.raises(CheckpointError, match="the previous one still stands"):
+    with pytest.raises(CheckpointError, match="the previous one is intact"):
         checkpoint.write_tensors(tmp_path / "last.safetensors" / "below-a-file", {"a": torch.zeros(1)}, {})
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.safetensors"]

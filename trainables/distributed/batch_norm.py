@@ -1,7 +1,7 @@
-"""Batch normalization by the statistics of the global batch, for any number of workers, on CPU and GPU.
+"""Batch normalization over the global batch, for any number of workers, on CPU and GPU.
 
-torch's SyncBatchNorm is for GPUs, and waits for the device in every layer. This one runs on its kernels, which take and give half
-precision, and does not wait; on a CPU, which has no such kernels, on plain operations. A rank may have no rows.
+torch's SyncBatchNorm supports only GPUs, and waits for the device in every layer. This module uses its kernels without waiting,
+with half-precision input and output, and plain operations on a CPU. A rank may have no rows.
 
 Shapes: B rows of this rank, C channels, then any further dimensions; W ranks.
 """
@@ -18,12 +18,12 @@ from trainables.errors import ModelError
 
 
 def runs_on_kernels(input: Tensor) -> bool:
-    """Whether torch has kernels for a batch norm of several ranks on this device."""
+    """Return whether torch has kernels for synchronized batch norm on this device."""
     return input.is_cuda
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over the ranks of a group; its gradient is the sum of the ranks' gradients."""
+    """Sum over the ranks of a group; the gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Group) -> Tensor:
@@ -36,7 +36,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class Statistics(NamedTuple):
-    """Mean and variance of a batch, by channel."""
+    """Mean and variance of a batch per channel."""
 
     mean_C: Tensor
     var_C: Tensor
@@ -46,7 +46,7 @@ class Statistics(NamedTuple):
 
 
 def merge_statistics(mean_WC: Tensor, var_WC: Tensor, num_values_W: Tensor) -> Statistics:
-    """The statistics of all ranks' values from those of each; a rank that has no values sends zeros.
+    """Merge the statistics of all ranks. A rank without values sends zeros.
 
     Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
@@ -57,13 +57,13 @@ def merge_statistics(mean_WC: Tensor, var_WC: Tensor, num_values_W: Tensor) -> S
 
 
 class _NormalizeOnGpu(torch.autograd.Function):
-    """The kernels of torch's SyncBatchNorm around statistics of all ranks; a rank without rows runs none of them."""
+    """Batch norm with the kernels of torch's SyncBatchNorm. A rank without rows runs none of them."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, group: Group
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(B, C, …) normalized, in its own dtype, and the `Statistics`."""
+        """Return the normalized input (B, C, …), in its dtype, and the `Statistics`."""
         input = input.contiguous(memory_format=_kernel_format(input))
         num_channels, has_rows = input.shape[1], input.numel() > 0
         local = torch.zeros(2 * num_channels + 1, dtype=weight_C.dtype, device=input.device)
@@ -111,16 +111,16 @@ def _kernel_format(input: Tensor) -> torch.memory_format:
 
 
 class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm over the rows of all ranks (Ioffe and Szegedy 2015, algorithm 1). In eval mode, and alone, it is torch's own."""
+    """Batch norm over the rows of all ranks (Ioffe and Szegedy 2015, algorithm 1); torch's own in eval mode or on one rank."""
 
     def __init__(self, num_features: int, group: Group, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum)
         self._group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, C, …) normalized; every rank calls it the same number of times. Running statistics move in training mode."""
+        """Normalize the input (B, C, …), and update running statistics in training mode. All ranks must make the same calls."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        is_alone = self._group.world_size == 1 and input.numel() > input.shape[1]  # torch's refuses a single value
+        is_alone = self._group.world_size == 1 and input.numel() > input.shape[1]  # torch's raises for a single value per channel
         if not self.training or is_alone:
             return super().forward(input)
         if self._group.world_size > 1 and runs_on_kernels(input):
@@ -129,20 +129,20 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
             self._update_running_statistics(*merged)
             return output
         dtype = input.dtype
-        input = input if dtype == torch.float64 else input.float()  # sums in half precision would overflow
+        input = input if dtype == torch.float64 else input.float()  # sums could overflow in half precision
         axes = (0, *range(2, input.ndim))
         view = (1, -1, *([1] * (input.ndim - 2)))
         count = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
-        sums = self._over_ranks(torch.cat([input.sum(axes), count]))
+        sums = self._sum_over_ranks(torch.cat([input.sum(axes), count]))
         count = sums[-1].clamp(min=1)  # no rank may have a row
         mean_C = sums[:-1] / count
-        centred = input - mean_C.view(view)
-        var_C = self._over_ranks(centred.square().sum(axes)) / count
+        centered = input - mean_C.view(view)
+        var_C = self._sum_over_ranks(centered.square().sum(axes)) / count
         self._update_running_statistics(mean_C.detach(), var_C.detach(), count.detach())
         scale_C = self.weight * torch.rsqrt(var_C + self.eps)
-        return torch.addcmul(self.bias.view(view), centred, scale_C.view(view)).to(dtype)
+        return torch.addcmul(self.bias.view(view), centered, scale_C.view(view)).to(dtype)
 
-    def _over_ranks(self, local: Tensor) -> Tensor:
+    def _sum_over_ranks(self, local: Tensor) -> Tensor:
         if self._group.world_size == 1:
             return local
         total: Tensor = _AllReduce.apply(local, self._group)  # type: ignore[no-untyped-call]
@@ -169,17 +169,17 @@ _HOOKS = (
 
 
 def _move_hooks(module: nn.Module, replaced: nn.Module) -> None:
-    for hooks in _HOOKS:  # the same mapping, from which a hook's handle removes it
+    for hooks in _HOOKS:  # keep the same mapping, since hook handles refer to it
         setattr(module, hooks, getattr(replaced, hooks))
 
 
 def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", off: str = "false") -> nn.Module:
-    """`model` with every batch norm of torch's, or with timm's activation in it, replaced by one over all ranks; parameters,
-    statistics and hooks stay as they are.
+    """Replace every batch norm of `model` by one over all ranks, in place, with the same parameters, statistics and hooks.
 
-    `key` is the option that requires it, and `off` its value that does not.
+    The supported classes are those of `KINDS`. For error messages, `key` is the option that requires this, and `off` its value
+    that does not.
 
-    Raises ModelError: it has a batch norm of another kind.
+    Raises ModelError: the model has a batch norm of another class.
     """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -188,7 +188,7 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
             kind = KINDS.get(f"{type(child).__module__}.{type(child).__name__}")
             if kind is None or child.momentum is None or not child.affine or not child.track_running_stats:
                 raise ModelError(
-                    f"{key}: {type(model).__name__} has a batch norm of its own kind, {type(child).__name__}: "
+                    f"{key}: {type(model).__name__} has an unsupported batch norm, {type(child).__name__}: "
                     f"set {key} to {off}, or choose another model"
                 )
             norm = kind(child.num_features, group, child.eps, child.momentum).to(child.weight.device, child.weight.dtype)
@@ -202,9 +202,9 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
 
 
 def use_batch_statistics(frozen: nn.Module, group: Group, key: str) -> None:
-    """Let the batch norms of a `frozen` model normalize by the batch of all ranks while they are in training mode.
+    """Make the batch norms of a `frozen` model normalize by the global batch while they are in training mode.
 
-    Its running statistics stay as they are. `key` is the option that requires it. Raises ModelError: see `convert`.
+    Running statistics do not change. `key` is the option that requires this. Raises ModelError: see `convert`.
     """
     for module in convert(frozen, group, key, "running").modules():
         if isinstance(module, GlobalBatchNorm):
@@ -212,20 +212,20 @@ def use_batch_statistics(frozen: nn.Module, group: Group, key: str) -> None:
 
 
 def has_local_batch_norm(model: nn.Module) -> bool:
-    """Whether `model` has a batch norm over this rank's rows alone, which raises where there are none."""
+    """Return whether `model` has a batch norm over this rank's rows only, which raises without rows."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in model.modules())
 
 
 def accepts_empty_batches(model: nn.Module) -> bool:
-    """Whether a rank may run `model` on no images at all: all its batch norms are global ones.
+    """Return whether `model` can run on no images: it has batch norms, and all are global.
 
-    A model without any may reshape by the number of images, which fails for 0.
+    A model without batch norms may reshape by the number of images, which fails for 0.
     """
     return any(isinstance(m, GlobalBatchNorm) for m in model.modules()) and not has_local_batch_norm(model)
 
 
 def has_global_batch_norm(model: nn.Module) -> bool:
-    """Whether `model` has a batch norm over the rows of all ranks."""
+    """Return whether `model` has a batch norm over all ranks."""
     return any(isinstance(module, GlobalBatchNorm) for module in model.modules())
 
 
@@ -244,7 +244,7 @@ class GlobalBatchNorm2d(GlobalBatchNorm):
 
 
 class GlobalBatchNormAct2d(GlobalBatchNorm2d):
-    """timm's `BatchNormAct2d`, which has a dropout and an activation behind its batch norm."""
+    """timm's `BatchNormAct2d`: batch norm, then dropout and an activation."""
 
     drop: nn.Module
     act: nn.Module
@@ -259,4 +259,4 @@ KINDS: dict[str, type[GlobalBatchNorm]] = {
     "torch.nn.modules.batchnorm.BatchNorm2d": GlobalBatchNorm2d,
     "timm.layers.norm_act.BatchNormAct2d": GlobalBatchNormAct2d,
 }
-"""The class of a batch norm → the one over all ranks."""
+"""Batch norm class → its replacement over all ranks."""

@@ -1,4 +1,4 @@
-"""Rows of all ranks on every rank, with gradients, for losses that compare the samples of the global batch.
+"""All-gather rows with gradients, for losses that compare the samples of the global batch.
 
 Shapes: B rows of this rank, N rows of all ranks in the order of ranks, R ranks.
 """
@@ -14,23 +14,23 @@ from trainables.distributed.group import Group
 
 
 class Gather:
-    """Gathers tensors that have a row for each sample. One object a micro-batch; all ranks make the same calls.
+    """Gathers tensors that have a row per sample. Make one object per micro-batch; all ranks must make the same calls.
 
-    The ranks' numbers of rows are exchanged once, over `cpu_group`, so that no rank waits for its device.
+    The ranks exchange their numbers of rows once, over `cpu_group`, so that no rank waits for its device.
     """
 
     def __init__(self, num_rows: int, group: Group, cpu_group: dist.ProcessGroup | None = None):
-        """`cpu_group` is for CPU tensors where `group` takes none: see `cpu_process_group`."""
+        """`cpu_group` takes CPU tensors if `group` does not: see `cpu_process_group`."""
         self._num_rows, self._group, self._cpu_group = num_rows, group, cpu_group
         self._sizes: list[int] | None = None
         self.used = False
-        """Whether it has been called."""
+        """Whether anything has been gathered."""
 
     def __call__(self, local: Tensor) -> Tensor:
-        """(N, …) for this rank's (B, …).
+        """Gather this rank's (B, …) into (N, …).
 
-        The gradient of a loss that every rank computes equally from the gathered rows needs no communication: each rank takes
-        that of its local rows, times the number of ranks, since DDP averages over them.
+        If every rank computes the same loss from the gathered rows, the backward pass needs no communication: each rank takes
+        the gradient of its local rows, times the number of ranks, since DDP averages over them.
         """
         self.used = True
         if self._group.world_size == 1:
@@ -39,7 +39,7 @@ class Gather:
         return gathered
 
     def all_gather_many(self, *local: Tensor) -> tuple[Tensor, ...]:
-        """(N, …) for each (B, …) in one collective. All of one dtype."""
+        """Gather several (B, …) of one dtype in one collective, each into (N, …)."""
         if self._group.world_size == 1:
             self.used = True
             return local
@@ -48,7 +48,7 @@ class Gather:
         return tuple(rows.reshape(-1, *tensor.shape[1:]) for rows, tensor in zip(gathered, local, strict=True))
 
     def _sizes_R(self) -> list[int]:
-        """The number of rows of each rank."""
+        """Return the number of rows of each rank."""
         if self._sizes is None:
             counts_R = torch.zeros(self._group.world_size, dtype=torch.int64)
             cpu_group = self._cpu_group or self._group.process_group
@@ -58,11 +58,11 @@ class Gather:
 
 
 _cpu_groups = WeakKeyDictionary[dist.ProcessGroup, dict[Group, dist.ProcessGroup]]()
-"""By the process group of all ranks, with which the others end."""
+"""CPU groups by the process group of all ranks: they become invalid together."""
 
 
 def cpu_process_group(group: Group) -> dist.ProcessGroup | None:
-    """A process group for CPU tensors; None where `group` takes them itself. All its ranks call it."""
+    """Return a process group for CPU tensors, or None if `group` takes them itself. All its ranks must call this."""
     if group.world_size == 1 or group.device.type == "cpu":
         return None
     assert dist.group.WORLD is not None
@@ -73,7 +73,7 @@ def cpu_process_group(group: Group) -> dist.ProcessGroup | None:
 
 
 def gloo_group(group: Group) -> dist.ProcessGroup:
-    """Another process group of the same ranks, for CPU tensors. All of them call it."""
+    """Create another process group of the same ranks, for CPU tensors. All of them must call this."""
     ranks = dist.get_process_group_ranks(group.process_group)
     cpu_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(cpu_group, dist.ProcessGroup)
@@ -81,7 +81,7 @@ def gloo_group(group: Group) -> dist.ProcessGroup:
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' rows; backward gives the local rows their gradient times the number of ranks."""
+    """All-gather rows; the backward pass returns the gradient of the local rows times the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, sizes: list[int], group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""The ranks of one job or a part of them: this process among them, sums over them, seeds, a check that replicas are equal."""
+"""The ranks of a job or a part of them: collectives, seeds, and a check that replicas are equal."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,23 +13,23 @@ from trainables.errors import DataError, DistillError, TrainingError
 T = TypeVar("T")
 
 _CHUNK = 2**23
-"""Numbers of which a checksum is taken at a time."""
-# Per-dtype integer views of equal width: a checksum over bits, so that not even a sign of zero may differ.
+"""How many numbers a checksum processes at a time."""
+# Integer dtypes by element size: checksums are over bits, so that even the sign of a zero counts.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Group:
-    """This process among the ranks of a job, or among some of them."""
+    """This process's place among all or some ranks of a job."""
 
     rank: int = 0
-    """In this group, as `world_size`."""
+    """Rank in this group."""
     world_size: int = 1
     local_rank: int = 0
-    """Among this group's ranks on the node."""
+    """Rank among those of this group on the node."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     process_group: dist.ProcessGroup | None = None
-    """None: all ranks of the job."""
+    """None for all ranks of the job."""
 
     @property
     def is_main(self) -> bool:
@@ -37,19 +37,19 @@ class Group:
 
 
 def group_arguments(backend: str, device: torch.device) -> dict[str, Any]:
-    """The backend of `init_process_group` and its device: NCCL without one takes that of the global rank's number."""
+    """Return arguments for `init_process_group`. Without `device_id`, NCCL would use the GPU with the global rank's index."""
     return {"backend": backend, **({"device_id": device} if backend == "nccl" else {})}
 
 
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
-    """Sum `tensor` over the ranks, in place; every rank must call it with the same shape."""
+    """Sum `tensor` over the ranks, in place. Every rank must call this with the same shape."""
     if group.world_size > 1:
         dist.all_reduce(tensor, group=group.process_group)
     return tensor
 
 
 class GlobalCount:
-    """The numbers of samples and of their parts in this step, over all ranks; summed while the forward pass runs."""
+    """The numbers of samples and of parts in a step over all ranks, which are summed while the forward pass runs."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class GlobalCount:
         num_samples: int | None = None,
         num_labeled: Tensor | None = None,
     ):
-        """`num_local`: this rank's samples, in `accumulate` micro-batches or as many as they are. `num_samples`: of all ranks,
-        where it is known without them, each with an equal share or one more. `num_labeled`: this rank's samples with a label
-        (scalar, float64), where some may have none.
+        """`num_local` is the number of this rank's samples, split into at most `accumulate` micro-batches. `num_samples` is the
+        number over all ranks if known in advance, spread evenly. `num_labeled` is the number of this rank's labeled samples
+        (scalar, float64), if some may have no label.
 
-        Parts are what `GradientNoise` compares: ranks' batches, or one worker's micro-batches.
+        Parts are what `GradientNoise` compares: the ranks' batches, or a single worker's micro-batches.
         """
         self._group, self._numbers = group, (num_local, min(num_local, accumulate if group.world_size == 1 else 1))
         self._num_labeled = num_labeled
@@ -79,7 +79,7 @@ class GlobalCount:
             self._work = dist.all_reduce(self._filled(), group=group.process_group, async_op=True)
 
     def _filled(self) -> Tensor:
-        """The numbers, filled on the device: a copy from the host would wait for all that the GPU still has to do."""
+        """Fill the numbers on the device: a copy from the host would wait until the GPU has finished its work."""
         size = 2 if self._num_labeled is None else 3
         self._totals = torch.full((size,), float(self._numbers[0]), dtype=torch.float64, device=self._group.device)
         self._totals[1].fill_(self._numbers[1])
@@ -88,21 +88,21 @@ class GlobalCount:
         return self._totals
 
     def wait(self) -> None:
-        """Wait for the ranks that have not begun their step, on the device."""
+        """Make the device wait for ranks that have not begun the step."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     @property
     def totals(self) -> Tensor:
-        """Samples and parts of all ranks, and with `num_labeled` those with a label: (2,) or (3,), float64 on the device."""
+        """Samples and parts over all ranks, and labeled samples if counted: (2,) or (3,), float64 on the device."""
         self.wait()
         return self._filled() if self._totals is None else self._totals
 
     def weight(self) -> Tensor | float:
-        """The factor (a scalar) that turns a rank's sum of per-sample losses into its share of the global mean.
+        """Return the factor (scalar) that turns a rank's sum of per-sample losses into its share of the global mean.
 
-        DDP averages gradients over ranks, hence world_size / num_samples. Where that is known it takes nothing of the device.
+        It is world_size / num_samples, since DDP averages gradients over ranks. If known, it is a float.
         """
         if self.is_known:
             return self._group.world_size / max(self._numbers[0], 1)
@@ -110,15 +110,15 @@ class GlobalCount:
 
     @property
     def task_scale(self) -> Tensor | None:
-        """The factor (a scalar) of the labels' loss that makes its mean over all samples the one over those that have a label.
+        """The factor (scalar) that turns the task loss's mean over all samples into the mean over labeled ones.
 
-        None: all have one. Without a single one the loss is 0, and the factor finite.
+        None if all samples have a label. The factor is finite even if none has one, where the loss is 0.
         """
         return None if self._num_labeled is None else self.totals[0] / self.totals[2].clamp(min=1e-6)
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank."""
+    """All-gather `value` as a list in rank order."""
     if group.world_size == 1:
         return [value]
     gathered: list[Any] = [None] * group.world_size
@@ -126,16 +126,16 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     return gathered
 
 
-def from_rank(compute: Callable[[], T], group: Group, rank: int = 0) -> T:
-    """What one rank computes, on every rank. Its DistillError, or a DataError for its OSError, is raised on every rank."""
+def broadcast_result(compute: Callable[[], T], group: Group, rank: int = 0) -> T:
+    """Compute on one rank and broadcast the result. Every rank raises its DistillError, or a DataError for its OSError."""
     result = gather_objects(result_or_error(compute) if group.rank == rank else None, group)[rank]
     if isinstance(result, DistillError):
         raise result
     return cast(T, result)
 
 
-def from_each(compute: Callable[[], T], group: Group) -> list[T]:
-    """What every rank computes, in rank order, on every rank. The first one's error is raised on every rank, as above."""
+def all_gather_results(compute: Callable[[], T], group: Group) -> list[T]:
+    """Compute on every rank and all-gather the results. Every rank raises the first error, as `broadcast_result` does."""
     results = gather_objects(result_or_error(compute), group)
     for result in results:
         if isinstance(result, DistillError):
@@ -144,7 +144,7 @@ def from_each(compute: Callable[[], T], group: Group) -> list[T]:
 
 
 def result_or_error(compute: Callable[[], T]) -> T | DistillError:
-    """What a function returns or, for other ranks to learn of it, its DistillError, or a DataError for its OSError."""
+    """Return what `compute` returns, or its DistillError, or a DataError for its OSError, to send to other ranks."""
     try:
         return compute()
     except DistillError as error:
@@ -154,22 +154,22 @@ def result_or_error(compute: Callable[[], T]) -> T | DistillError:
 
 
 def broadcast_buffers(model: nn.Module, group: Group) -> None:
-    """Give every rank the buffers of rank 0 (batch norm's running statistics differ by rank until then)."""
+    """Broadcast the buffers of rank 0. Until then, running statistics of batch norms differ by rank."""
     if group.world_size > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, group_src=0, group=group.process_group)
 
 
 def seed_rank(seed: int, rank: int) -> None:
-    """Seed torch's generators of this rank; data order and augmentation do not draw from them."""
+    """Seed torch's generators on this rank. Data order and augmentation do not use them."""
     torch.manual_seed((seed << 16) + rank)
 
 
 def checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A number over the bits of all parameters (scalar, int64): equal parameters give equal numbers.
+    """Return a checksum (scalar, int64) of the bits of all parameters.
 
-    A handful of kernels for each `_CHUNK` of them, which is what they take of memory. Every number is multiplied by an odd one of
-    its place, modulo 2^32 or 2^64, so that no single change is lost; sums of integers do not depend on their order.
+    It launches a few kernels per `_CHUNK` numbers, and needs memory for one chunk. Each number is multiplied by an odd factor
+    that depends on its position, modulo 2^32 or 2^64, so that any single change shows. Integer sums do not depend on order.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, chunk in enumerate(_chunks(parameters)):
@@ -181,11 +181,11 @@ def checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """All numbers of the parameters, in parts (one dimension) of one dtype each, of `_CHUNK` numbers at most."""
-    of_dtypes: dict[torch.dtype, list[Tensor]] = {}
+    """Yield the parameters' numbers in chunks of flat tensors, each of one dtype and at most `_CHUNK` numbers."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
-        of_dtypes.setdefault(parameter.dtype, []).extend(_in_memory_order(parameter.detach()).split(_CHUNK))
-    for parts in of_dtypes.values():
+        by_dtype.setdefault(parameter.dtype, []).extend(_in_memory_order(parameter.detach()).split(_CHUNK))
+    for parts in by_dtype.values():
         chunk, size = list[Tensor](), 0
         for part in parts:
             if size + len(part) > _CHUNK:
@@ -197,12 +197,12 @@ def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Its numbers (one dimension) without a copy, also where it is channels-last, as it is on every rank."""
+    """Flatten a tensor in memory order, so that channels-last tensors need no copy. The order is the same on every rank."""
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).flatten()
 
 
 def replica_checksums(model: nn.Module, group: Group) -> Tensor:
-    """The checksum of the parameters on each of R ranks (R,), int64 on the device: see `checksum`. Every rank calls it."""
+    """All-gather the `checksum` of the parameters of R ranks: (R,), int64 on the device. Every rank must call this."""
     sums_R = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
     if group.world_size > 1:
         dist.all_gather_into_tensor(sums_R, checksum(model.parameters(), group.device).reshape(1), group=group.process_group)
@@ -210,14 +210,14 @@ def replica_checksums(model: nn.Module, group: Group) -> Tensor:
 
 
 def check_replicas(sums_R: Sequence[int], step: int, num_stages: int = 1) -> None:
-    """Raise where the parameters of replicas differ, by their checksums; rank r has what rank r mod `num_stages` has.
+    """Check by checksums that replicas have equal parameters: rank r has those of rank r mod `num_stages`.
 
-    Raises TrainingError: naming the ranks that differ from the first replica's, and the usual cause.
+    Raises TrainingError: names the ranks that differ from the first replica, and the usual cause.
     """
     differing = [rank for rank, other in enumerate(sums_R) if other != sums_R[rank % num_stages]]
     if differing:
         first = "rank 0's" if num_stages == 1 else "the first replica's"
         raise TrainingError(
-            f"step {step}: the parameters of rank {', '.join(map(str, differing))} differ from {first}: code of a method changes "
-            "them by the rows of its own rank, or calls the student past DDP (`.module`): try it with `distill check-method`"
+            f"step {step}: the parameters of rank {', '.join(map(str, differing))} differ from {first}: a method changes "
+            "them by its own rank's rows, or calls the student around DDP (`.module`): run `distill check-method`"
         )

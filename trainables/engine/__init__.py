@@ -1,1 +1,1 @@
-"""A training job: built, stepped, evaluated, saved in checkpoints. Knows no Ray."""
+"""Build, train, evaluate and checkpoint a training job. Knows no Ray."""

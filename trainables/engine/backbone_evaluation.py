@@ -1,4 +1,4 @@
-"""What the features of a student without a classifier are worth: how like the teacher's they are, and what k-NN makes of them.
+"""Evaluate the features of a student without a classifier: similarity to the teacher's features, k-NN and linear probes.
 
 Shapes: B batch, C channels, H W pixels, D and E features.
 """
@@ -29,9 +29,9 @@ from trainables.probes.linear import linear_probe
 
 
 def open_labeled(config: TrainConfig, group: Group) -> tuple[Loader, ...]:
-    """The images of `eval.path`, both splits as validation shows them; () without it.
+    """Open both splits of `eval.path` with validation preprocessing; () without that key.
 
-    Raises DataError: its images cannot be read, or have no labels.
+    Raises DataError: the images cannot be read, or have no labels.
     """
     data = config.eval.labeled(config.data)
     if data is None:
@@ -43,10 +43,10 @@ def open_labeled(config: TrainConfig, group: Group) -> tuple[Loader, ...]:
 
 
 class BackboneEvaluation:
-    """The evaluations of one job's student."""
+    """Evaluates one job's student."""
 
     def __init__(self, config: TrainConfig, embedding: TapReader, labeled: tuple[Loader, ...]) -> None:
-        """`embedding` reads the student's tap of this name. `labeled`: see `open_labeled`."""
+        """`embedding` reads the student's tap `embedding`; for `labeled` see `open_labeled`."""
         self._eval, self._embedding, self.labeled, self._pixels = config.eval, embedding, labeled, pixels_of(config)
         self._shares, self._target_pct = config.shares, config.train.until_top1_pct
 
@@ -54,15 +54,16 @@ class BackboneEvaluation:
     def __call__(
         self, state: TrainState, val_loader: Loader, group: Group, heartbeat: Heartbeat, *, epoch: int, is_last: bool
     ) -> dict[str, float]:
-        """The numbers of an evaluation.
+        """Evaluate the student. Every rank must call this.
 
-        The validation images give `num_images`, `cka` with the teacher's features, `cosine` of the teacher's embeddings with
-        those that a method's head projects, and the methods' `loss`; with several teachers `cka1`, …, of which `cka` is the mean
-        by their shares. The images of `eval.path` give `top1_pct` and `top5_pct` by k-NN, and in the last evaluation, or that
-        which reaches `train.until_top1_pct`, `linear_top1_pct` by a linear probe.
+        The validation images give `num_images`, `cka` with the teacher's features, `cosine` between the teacher's embeddings and
+        those that a method's head projects, and the methods' `loss`. With several teachers, `cka` is the mean of `cka1`, …,
+        weighted by their shares. The images of `eval.path` give `top1_pct` and `top5_pct` by k-NN. The last evaluation, or the
+        one that reaches `train.until_top1_pct`, adds `linear_top1_pct` by a linear probe.
 
-        There is no `cka` with a teacher that is sharded, and no `loss` where a method compares the images of a
-        batch. Every rank calls it. Raises DataError: not one image of `eval.path` could be read.
+        There is no `cka` with a sharded teacher, and no `loss` if a method compares the images of a batch.
+
+        Raises DataError: no image of `eval.path` could be read.
         """
         module = state.distillation_module
         module.eval()
@@ -72,7 +73,7 @@ class BackboneEvaluation:
             embed = partial(self._embed, state)
             train, val = (gather_features(embed, loader, group, heartbeat) for loader in self.labeled)
             if not len(train.labels_N) or not len(val.labels_N):
-                raise DataError(f"eval.path: {self._eval.path}: not one image of a split could be read")
+                raise DataError(f"eval.path: {self._eval.path}: a split has no readable image")
             votes = knn(train, val, group, num_neighbors=self._eval.num_neighbors, beat=heartbeat.beat)
             found |= {name: votes[name] for name in ("top1_pct", "top5_pct")}
             if is_last or (self._target_pct is not None and votes["top1_pct"] >= self._target_pct):
@@ -81,7 +82,7 @@ class BackboneEvaluation:
         return found
 
     def _embed(self, state: TrainState, batch: DeviceBatch) -> Tensor:
-        """The student's embeddings (B, D)."""
+        """Return the student's embeddings (B, D)."""
         state.compilation.begin_step()
         with state.autocast(), state.compilation.batch(len(batch.images_BCHW)), self._embedding.capture():
             output = state.distillation_module.student(self._pixels(batch.images_BCHW))
@@ -91,7 +92,7 @@ class BackboneEvaluation:
         self, state: TrainState, val_loader: Loader, group: Group, heartbeat: Heartbeat, epoch: int
     ) -> dict[str, float]:
         module, ckas = state.distillation_module, dict[int, LinearCKA]()
-        projecting = {  # the first method of each teacher, as for the CKA
+        projecting = {  # each teacher's first method, as for the CKA
             module.teachers.get(key, 0): key
             for key, method in reversed(module.methods_by_name.items())
             if method.projects_embedding
@@ -109,7 +110,7 @@ class BackboneEvaluation:
                     continue
                 batch.wait()
                 sums[0] += rows
-                if state.teacher.is_collective:  # ranks have different numbers of batches
+                if state.teacher.is_collective:  # not possible: ranks have different numbers of batches
                     continue
                 state.compilation.begin_step()
                 part = batch._replace(images_BCHW=self._pixels(batch.images_BCHW))
@@ -138,22 +139,22 @@ class BackboneEvaluation:
         found = {"num_images": images}
         if measures_loss and not state.teacher.is_collective:
             found["loss"] = loss / (images or math.nan)
-        of_ranks: list[dict[int, tuple[int, int]]] = gather_objects({n: cka.widths for n, cka in sorted(ckas.items())}, group)
-        widths = next((each for each in of_ranks if each), {})
+        by_rank: list[dict[int, tuple[int, int]]] = gather_objects({n: cka.widths for n, cka in sorted(ckas.items())}, group)
+        widths = next((each for each in by_rank if each), {})
         values = {n: (ckas.get(n) or LinearCKA(x, y, group.device)).result(group) for n, (x, y) in widths.items()}
         if values:
-            found |= self._of_teachers("cka", values)
+            found |= self._by_teacher("cka", values)
         if projecting and not state.teacher.is_collective:
             means = (all_reduce_sum(cosines, group) / (images or math.nan)).tolist()
-            found |= self._of_teachers("cosine", dict(zip(projecting, means, strict=True)))
+            found |= self._by_teacher("cosine", dict(zip(projecting, means, strict=True)))
         return found
 
-    def _of_teachers(self, name: str, values: dict[int, float]) -> dict[str, float]:
-        """A number of each teacher, and their mean by the shares."""
+    def _by_teacher(self, name: str, values: dict[int, float]) -> dict[str, float]:
+        """Name each teacher's number, and add their mean weighted by the shares."""
         if len(values) == 1:
             return {name: next(iter(values.values()))}
-        of_each = {f"{name}{n + 1}": value for n, value in values.items()}
-        return {name: sum(self._shares[n] * value for n, value in values.items()), **of_each}
+        by_teacher = {f"{name}{n + 1}": value for n, value in values.items()}
+        return {name: sum(self._shares[n] * value for n, value in values.items()), **by_teacher}
 
     def _read(self, output: Tensor, num_rows: int) -> Tensor:
         (outputs,) = self._embedding.pop(output, num_rows).values()

@@ -1,4 +1,4 @@
-"""The teacher's outputs for the first training images, for methods that take statistics of them before the first step."""
+"""Show methods the teacher's outputs on the first training images, so that they can take statistics before the first step."""
 
 import contextlib
 import itertools
@@ -12,10 +12,10 @@ from trainables.engine.passes import micro_batches, run_teacher
 
 
 def calibrate(job: Job) -> None:
-    """Call `Method.calibrate` for the batches that the training begins with, augmented as there, and then `end_calibration`.
+    """Call `Method.calibrate` for the first training batches, augmented as in training, then `end_calibration`.
 
-    All methods get as many as the one that wants most, an epoch at most. A job that goes on from a checkpoint has their buffers
-    from there. Every rank calls it.
+    All methods get as many batches as the most demanding one needs, one epoch at most. A resumed job restores the methods'
+    buffers instead. Every rank must call this.
     """
     config, state, loader, epoch = job.config, job.train_state, job.train_loader, job.epochs.order_offset
     num_images = max((method.options.calibration_images for method in stage_methods(config)), default=0)
@@ -27,13 +27,13 @@ def calibrate(job: Job) -> None:
     with job.metrics.clock.part("other"), contextlib.closing(job.metrics.heartbeat.over(batches)) as beating:
         for batch in itertools.islice(beating, math.ceil(num_images / config.data.global_batch_size)):
             batch.wait()
-            parts = micro_batches(state.prepare(batch), state.accumulate, state.num_blank_images)
+            parts = micro_batches(state.prepare(batch), state.accumulate, state.num_dummy_images)
             state.teacher.skip(parts[0].images_BCHW, state.accumulate - len(parts))
             for part in parts:
                 outputs = run_teacher(state, part)
                 for key, method in methods.items():
                     method.calibrate(outputs[key])
-    state.teacher.end_epoch()  # what a cache stores of them is there for the first step
+    state.teacher.end_epoch()  # flushes the teacher cache before the first step
     for method in methods.values():
         method.end_calibration()
         broadcast_buffers(method, state.group)

@@ -1,7 +1,7 @@
-"""`distill check-method`: whether a method fulfils its contract, by small real training jobs on one to three workers.
+"""`distill check-method`: check that a method fulfills its contract, by small training jobs on one to three workers.
 
-Student and teacher are a CIFAR ResNet each, with synchronised batch norms, on noise images in float64. The last batch of an epoch
-has one sample, so that all workers but one have none.
+Student and teacher are CIFAR ResNets with synchronized batch norms, trained on noise images in float64. An epoch's last batch has
+one sample, so that all workers but one are without samples.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SEED, NUM_CLASSES, NUM_IMAGES, GLOBAL_BATCH_SIZE = 3, 4, 17, 8
 TOLERANCE = 1e-9
 
 RunRanks = Callable[..., list[Any]]
-"""`run(n, function, *args)`: the results of `function(group, *args)` on n ranks."""
+"""`run(n, function, *args)` returns the results of `function(group, *args)` on n ranks."""
 State = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """A method with its options, and the models that it is tested with."""
+    """A method with its options, and the models to test it with."""
 
     name: str
     options: Mapping[str, Any]
@@ -54,15 +54,15 @@ class Case(NamedTuple):
 class CheckResult(NamedTuple):
     title: str
     problem: str | None
-    """None: the method passes."""
+    """None if the method passes."""
 
 
 def check(case: Case, run: RunRanks) -> Iterator[CheckResult]:
-    """Run the checks of a method, one after the other.
+    """Run the checks of a method one by one.
 
     Raises:
-        ExperimentError: it cannot be loaded.
-        pydantic.ValidationError: it does not have such options.
+        ExperimentError: the method cannot be loaded.
+        pydantic.ValidationError: the options are invalid.
     """
     load_method(case.name).Options.model_validate(case.options)
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
@@ -70,20 +70,20 @@ def check(case: Case, run: RunRanks) -> Iterator[CheckResult]:
         for title, find_problem in CHECKS.items():
             try:
                 problem = find_problem(jobs)
-            except (Exception, SystemExit) as error:  # a user's method may fail in any way
+            except (Exception, SystemExit) as error:  # user code may raise anything
                 problem = str(error) if isinstance(error, DistillError) else f"{type(error).__name__}: {first_line(error)}"
             yield CheckResult(title, problem)
 
 
 def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool = False) -> TrainConfig:
-    """A job of two epochs in `output`, with the teacher's checkpoint next to that. `same`: the teacher is the initial student."""
+    """Configure a job of two epochs in `output`, and write its teacher next to that. `same`: the teacher equals the student."""
     teacher = case.student if same else case.teacher
     weights = output.parent / f"{output.name}-teacher.safetensors"
     output.mkdir(parents=True, exist_ok=True)
     model = build_model(teacher, num_classes=NUM_CLASSES, image_size=case.image_size, seed=SEED if same else SEED + 1)
     classes = [str(label) for label in range(NUM_CLASSES)]
-    about = {"model": teacher, "num_classes": NUM_CLASSES, "image_size": case.image_size, "classes": classes}
-    checkpoint.write_tensors(weights, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}, about)
+    metadata = {"model": teacher, "num_classes": NUM_CLASSES, "image_size": case.image_size, "classes": classes}
+    checkpoint.write_tensors(weights, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}, metadata)
     options = dict(case.options)
     if issubclass(load_method(case.name).Options, InitStageOptions):
         options.setdefault("init_epochs", 1)
@@ -112,12 +112,14 @@ def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool 
 
 
 class KilledError(Exception):
-    """Ends a job as if it had been killed."""
+    """Raised to end a job as if it had been killed."""
 
 
 def _train(group: Group, config: TrainConfig, kill_at: int | None = None) -> State:
-    """Run the job on this rank, its init stage before it, until a step of either. Returns the parameters of student and method,
-    and the method's buffers."""
+    """Run the init stage, if any, and the job on this rank; in each, stop at step `kill_at`.
+
+    Return the parameters of student and method, and the method's buffers.
+    """
 
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         if kind == "step" and step == kill_at:
@@ -139,24 +141,24 @@ def _no_telemetry(whole: bool = False) -> dict[str, float]:
 
 
 class _Jobs:
-    """The jobs of one method: trainings on several ranks, each run once, and single batches in this process."""
+    """The jobs of one method: training runs on several ranks, each run once, and single batches in this process."""
 
     def __init__(self, case: Case, run: RunRanks, root: Path) -> None:
         self._case, self._run, self._root = case, run, root
         self.method = load_method(case.name)
         self.train = functools.cache(self._train)
 
-    def _train(self, num_workers: int, precision: str = "fp64", cut_off_at: tuple[int, ...] = ()) -> list[State]:
-        """What each rank has at the end."""
-        config = job_config(self._case, self._root / f"{num_workers}-{precision}-{len(cut_off_at)}", precision=precision)
-        for step in cut_off_at:
+    def _train(self, num_workers: int, precision: str = "fp64", kill_at_steps: tuple[int, ...] = ()) -> list[State]:
+        """Return each rank's final state."""
+        config = job_config(self._case, self._root / f"{num_workers}-{precision}-{len(kill_at_steps)}", precision=precision)
+        for step in kill_at_steps:
             self._run(num_workers, _train, config, step)
         return self._run(num_workers, _train, config)
 
     def find_in_batches(self, problem_of: Callable[[_Batch], str | None], same: bool = False) -> str | None:
-        """The problem with a batch of the training from its start, or else with one of the method's init stage, if any.
+        """Check the first batch of training, then one of the method's init stage, if any. Return the first problem.
 
-        `same`: the student is its teacher, its batch norms in eval mode as well.
+        With `same`, the student equals its teacher, and its batch norms are in eval mode too.
         """
         config = job_config(self._case, self._root / f"batches-{same}", same=same)
         *init, _ = with_init_stage(config)
@@ -169,7 +171,7 @@ class _Jobs:
 
 
 class _Batch:
-    """One batch through student, teacher and method, without an update."""
+    """The outputs and losses of one batch, without an update."""
 
     def __init__(self, job: Job, student_in_eval_mode: bool) -> None:
         state, self.is_init = job.train_state, job.config.init_stage
@@ -184,16 +186,16 @@ class _Batch:
         self.terms: dict[str, Tensor] = next(iter(outputs.terms.values()), {})
         self._loss = compute_losses(outputs, batch.labels_B, None, self._module.weights(1.0))
 
-    def gradients(self, *, of_task: bool = True) -> dict[str, Tensor | None]:
-        """The gradient of each trained parameter; None: no loss reaches it.
+    def gradients(self, *, with_task: bool = True) -> dict[str, Tensor | None]:
+        """Return the gradient of each trained parameter, or None if no loss reaches it.
 
-        Without `of_task`: of the method's terms alone.
+        `with_task=False` leaves out the task loss.
         """
         named = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
         if self.is_init:
             trained = set(self._module.init_parameters)
             named = {name: parameter for name, parameter in named.items() if parameter in trained}
-        keys = self._loss.weighted.keys() - ({"task"} if self.is_init or not of_task else set())
+        keys = self._loss.weighted.keys() - ({"task"} if self.is_init or not with_task else set())
         if not keys:
             return dict.fromkeys(named)
         total = self._loss.total(torch.ones((), dtype=torch.float64), frozenset(keys))
@@ -201,62 +203,59 @@ class _Batch:
         return dict(zip(named, gradients, strict=True))
 
 
-def _terms(method: type[Method], batch: _Batch) -> str | None:
+def _check_terms(method: type[Method], batch: _Batch) -> str | None:
     declared = method.init_terms if batch.is_init else method.terms
     if set(batch.terms) != set(declared):
         return f"it {describe_terms(batch.terms, declared)}"
     if batch.gather.used and not (method.requires.whole_batch or method.requires.all_gather):
-        return (
-            "it calls batch.all_gather: declare requires = Requirements(whole_batch=True), so that optim.accumulate is refused"
-            " with it"
-        )
+        return "it calls batch.all_gather: declare requires = Requirements(whole_batch=True), which rules out optim.accumulate"
     return None
 
 
-def _grad_flow(batch: _Batch) -> str | None:
+def _check_grad_flow(batch: _Batch) -> str | None:
     missing = [name for name, gradient in batch.gradients().items() if gradient is None]
-    what, remedy = "the student", "use it in a loss or leave it out: several workers would wait for its gradient"
-    if batch.is_init:  # where no worker waits for the student's
+    what, remedy = "the student", "use it in a loss or remove it: several workers would wait for its gradient"
+    if batch.is_init:  # no worker waits for the student's gradients
         missing = [name for name in missing if name.startswith("methods.")]
         what, remedy = "what it trains", "init_stage_parameters names what stays as it is"
     if missing:
         return f"no loss reaches {', '.join(missing)}: {remedy}"
-    moved = [
-        name for name, gradient in batch.gradients(of_task=False).items() if gradient is not None and gradient.abs().max() > 0
+    changed = [
+        name for name, gradient in batch.gradients(with_task=False).items() if gradient is not None and gradient.abs().max() > 0
     ]
-    if batch.terms and not any(batch.is_init or name.startswith("student.") for name in moved):
-        return f"its terms do not move {what}"
+    if batch.terms and not any(batch.is_init or name.startswith("student.") for name in changed):
+        return f"its terms do not train {what}"
     return None
 
 
-def _not_finite(batch: _Batch) -> str | None:
+def _check_finite_grads(batch: _Batch) -> str | None:
     broken = [name for name, gradient in batch.gradients().items() if gradient is not None and not gradient.isfinite().all()]
-    return f"the gradient is not finite of {', '.join(broken)}" if broken else None
+    return f"gradients are not finite: {', '.join(broken)}" if broken else None
 
 
-def _workers(jobs: _Jobs) -> str | None:
+def _check_workers(jobs: _Jobs) -> str | None:
     for num_workers in (2, 3):
         for rank, state in enumerate(jobs.train(num_workers)):
             name, difference = _largest_difference(jobs.train(1)[0], state)
             if not difference < TOLERANCE:
-                return f"rank {rank} of {num_workers} has another {name}, by {difference:.1e} of its largest value"
+                return f"rank {rank} of {num_workers} differs in {name}, by {difference:.1e} of its largest value"
     return None
 
 
-def _resumed(jobs: _Jobs) -> str | None:
-    # It is cut off in the init stage, where there is one, and then inside an epoch, whose last checkpoint is after step 4.
-    name, difference = _largest_difference(jobs.train(2)[0], jobs.train(2, cut_off_at=(2, 5))[0])
+def _check_resume(jobs: _Jobs) -> str | None:
+    # Kill it in the init stage, if any, then within an epoch after the checkpoint of step 4.
+    name, difference = _largest_difference(jobs.train(2)[0], jobs.train(2, kill_at_steps=(2, 5))[0])
     return f"{name} differs, by {difference:.1e} of its largest value" if difference else None
 
 
-def _finite(jobs: _Jobs) -> str | None:
-    (state,) = jobs.train(1, "bf16")  # it stops at a loss that is not finite
+def _check_bf16(jobs: _Jobs) -> str | None:
+    (state,) = jobs.train(1, "bf16")  # training itself raises if a loss is not finite
     broken = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     return f"not finite: {', '.join(broken)}" if broken else None
 
 
 def _largest_difference(a: State, b: State) -> tuple[str, float]:
-    """The tensor that differs most, and the difference relative to its largest value; a NaN is the most."""
+    """Return the tensor that differs most, and its difference relative to its largest value. NaN counts as the largest."""
     names = [name for name in a if a[name].numel()]
     both = [(a[name].double(), b[name].double()) for name in names]
     differences = torch.stack([(x - y).abs().max() / x.abs().max().clamp(min=1e-300) for x, y in both])
@@ -264,13 +263,13 @@ def _largest_difference(a: State, b: State) -> tuple[str, float]:
 
 
 CHECKS: dict[str, Callable[[_Jobs], str | None]] = {
-    "its terms are those that it declares, of samples or of the batch": lambda jobs: jobs.find_in_batches(
-        partial(_terms, jobs.method)
+    "it returns the terms that it declares, per sample or per batch": lambda jobs: jobs.find_in_batches(
+        partial(_check_terms, jobs.method)
     ),
-    "gradients reach the student and all that the method trains": lambda jobs: jobs.find_in_batches(_grad_flow),
-    f"2 and 3 workers train what one trains, to {TOLERANCE:g}": _workers,
-    "a job that was cut off goes on exactly": _resumed,
-    "everything is finite in bf16": _finite,
-    "a student that equals its teacher has finite gradients": lambda jobs: jobs.find_in_batches(_not_finite, same=True),
+    "gradients reach the student and everything that the method trains": lambda jobs: jobs.find_in_batches(_check_grad_flow),
+    f"2 and 3 workers give the same result as one, to {TOLERANCE:g}": _check_workers,
+    "an interrupted job resumes exactly": _check_resume,
+    "everything is finite in bf16": _check_bf16,
+    "a student that equals its teacher has finite gradients": lambda jobs: jobs.find_in_batches(_check_finite_grads, same=True),
 }
-"""Title → its problem, None where the method passes."""
+"""Title → a function that returns the problem, or None if the method passes."""

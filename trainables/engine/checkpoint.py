@@ -1,10 +1,10 @@
-"""A `CheckpointState` as one safetensors file: no pickle, nothing that could run code. `checkpoint_writer` saves it.
+"""Store a `CheckpointState` as one safetensors file: no pickle, so reading it runs no code. `checkpoint_writer` saves it.
 
-Of a job in pipeline stages it has the first stage's tensors, and names the files next to it with a later stage's each: `shards`.
-Names in a file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>` (with `optim.ema_decay` their averages, and
-in `raw.model.…` and `raw.method.…` what is trained), `optim.<optimizer>.<parameter>.<state>` with the parameter's own name,
-`rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler, metrics, what the model is) is JSON in the header under
-`raydistill`. What an optimizer is set to is the experiment's.
+With pipeline stages the file holds the first stage's tensors, and `shards` in its header names a file next to it for each later
+stage. Tensor names are `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`,
+`optim.<optimizer>.<parameter>.<state>` and `rng.<rank>.cpu|cuda`. With `optim.ema_decay`, `model.` and `method.` are the
+averages, and `raw.model.` and `raw.method.` the trained values. Everything else (position, scaler, metrics, model description)
+is JSON under `raydistill` in the header. Optimizer settings are not stored: they come from the experiment.
 """
 
 import hashlib
@@ -35,37 +35,37 @@ from trainables.user_code import option_key
 log = logging.getLogger("raydistill")
 
 FORMAT = 6
-"""Version of the state that a training continues from; the weights of a file are the same in every format."""
+"""Version of the state that training resumes from. The weights are stored alike in all versions."""
 
 
 @dataclass
 class Progress:
-    """How far the training is. `epoch` is the index in the stage, see `Epochs`; `position` counts its global samples so far."""
+    """How far training has come: `epoch` is its index in the stage, `position` the global samples of that epoch so far."""
 
     epoch: int = 0
     position: int = 0
     step: int = 0
     best_score: float | None = None
-    """Top-1 accuracy in percent, or another number of a student without a classifier."""
+    """Higher is better: see `score_of` in `train`."""
     best_epoch: int = -1
     history: list[dict[str, float]] = field(default_factory=list)
     epoch_record: dict[str, Any] = field(default_factory=dict)
-    """`step`, `epoch` and `metrics` of the last epoch's record: a death may come before it is on disk, and a resume writes it."""
+    """`step`, `epoch` and `metrics` of the last epoch. A resume reports them again, in case the record did not reach the disk."""
     reached: dict[str, float] = field(default_factory=dict)
-    """When `train.until_top1_pct` was reached: `time_to_accuracy_s`, `steps_to_accuracy`; empty until then."""
+    """`time_to_accuracy_s` and `steps_to_accuracy` once `train.until_top1_pct` is reached; empty until then."""
     skipped: dict[int, str] = field(default_factory=dict)
-    """Images of the unfinished epoch that could not be read, on all ranks; see `Loader.skipped`."""
+    """Unreadable images of the unfinished epoch on all ranks, see `Loader.skipped`."""
     step_offset: int = 0
     """See `Epochs.step_offset`."""
     partial: list[float] = field(default_factory=list)
-    """Sums of the unfinished epoch so far (over all ranks), so that its record is the same after a resume."""
+    """Sums of the unfinished epoch over all ranks, so that a resume does not change the epoch's record."""
 
     def end_epoch(self) -> None:
-        """The steps of an epoch are over."""
+        """Advance to the next epoch."""
         self.epoch, self.position, self.partial, self.skipped = self.epoch + 1, 0, [], {}
 
-    def take_score(self, score: float | None, top1_pct: float | None, target_pct: float | None, train_s: float) -> bool:
-        """The last epoch's score and accuracy, after `train_s` of training. Whether the score is the best so far."""
+    def update_best(self, score: float | None, top1_pct: float | None, target_pct: float | None, train_s: float) -> bool:
+        """Take the last epoch's score and accuracy, after `train_s` of training. Return whether the score is the best so far."""
         if top1_pct is not None and target_pct is not None and top1_pct >= target_pct:
             self.reached = {"time_to_accuracy_s": train_s, "steps_to_accuracy": float(self.step)}
         best = self.best_epoch < 0 or (score is not None and (self.best_score is None or score > self.best_score))
@@ -74,12 +74,12 @@ class Progress:
         return best
 
     def record_epoch(self, learned: dict[str, float], measured: dict[str, float]) -> None:
-        """An epoch is over: `learned` goes into the history too, `measured` into its record alone."""
+        """Set the record of an epoch: `learned` also goes into the history, `measured` does not."""
         self.history = [*self.history, {"epoch": self.epoch, "step": self.step, **learned}]
         self.epoch_record = {"step": self.step, "epoch": float(self.epoch), "metrics": learned | measured}
 
     def add_seconds(self, seconds: Mapping[str, float]) -> None:
-        """What the last epoch has taken since it was recorded, by the names of its record."""
+        """Add the seconds spent on the last epoch since it was recorded, by their names in the record."""
 
         def added(numbers: Mapping[str, float]) -> dict[str, float]:
             return {**numbers, **{name: numbers[name] + more for name, more in seconds.items()}}
@@ -87,11 +87,11 @@ class Progress:
         self.history = [*self.history[:-1], added(self.history[-1])]
         self.epoch_record = {**self.epoch_record, "metrics": added(self.epoch_record["metrics"])}
 
-    def begin_epoch_on_other_data(self, steps_per_epoch: int, *, forget_best: bool) -> None:
-        """Begin the unfinished epoch again, on other data, with the parameters as they are; it has so many steps now.
+    def restart_epoch_on_other_data(self, steps_per_epoch: int, *, forget_best: bool) -> None:
+        """Restart the unfinished epoch on other data, with the current parameters and `steps_per_epoch` steps.
 
-        Again, since an epoch that is left out would have no record, and the last one no evaluation. `forget_best`: accuracies
-        on other images cannot be compared.
+        Skipping the epoch instead would leave it without a record, or training without its last evaluation. `forget_best`:
+        the validation images changed too, so that earlier accuracies cannot be compared.
         """
         self.position, self.partial, self.skipped = 0, [], {}
         self.step_offset = self.step - self.epoch * steps_per_epoch
@@ -101,34 +101,34 @@ class Progress:
 
 @dataclass
 class CheckpointState:
-    """Everything that training changes, and what the model is."""
+    """Everything that training changes, and a description of the model."""
 
     student: nn.Module
     methods: nn.ModuleDict
-    """The distillation methods' parameters and buffers."""
+    """The modules of the distillation methods."""
     optimizers: Sequence[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     progress: Progress
-    about: dict[str, Any]
-    """Describes the model for those who load the file: model, num_classes, image_size, classes, mean, std, data keys."""
+    metadata: dict[str, Any]
+    """Metadata for readers of the file: model, num_classes, image_size, classes, mean, std, data keys."""
     data: DataIdentity | None = None
-    """What it is trained on; None: of a timing run, which has no checkpoints."""
+    """The training data; None in a timing run, which saves no checkpoints."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The `JobMetrics.state` that goes into a checkpoint, or came out of it; empty before the first."""
+    """`JobMetrics.state` as saved or restored; empty before the first checkpoint."""
     average: WeightAverage | None = None
-    """Averages of the student and the methods, see `optim.ema_decay`."""
+    """EMA of the student and the methods, see `optim.ema_decay`."""
     pipeline_stages: Group = field(default_factory=Group)
-    """The pipeline stages of this rank's replica, for the threads that write checkpoints; one alone has the whole state."""
+    """The pipeline stages of this rank's replica, with a process group for the threads that write checkpoints."""
 
     @property
     def parameter_names(self) -> dict[Tensor, str]:
-        """The names of the student's and the methods' parameters in a checkpoint; a tied one has its last, with stages too."""
+        """The checkpoint names of all parameters. A tied parameter has the alphabetically last of its names, with stages too."""
         named = {f"model.{name}": p for name, p in self.student.named_parameters(remove_duplicate=False)}
         named |= {f"method.{name}": p for name, p in self.methods.named_parameters(remove_duplicate=False)}
         return {named[name]: name for name in sorted(named)}
 
     def describe_optimizers(self, group: Group) -> list[dict[str, Any]]:
-        """The class of each, and the names of the parameters that it trains on any rank; every rank of the job calls it."""
+        """Return each optimizer's class and the names of its parameters over all ranks. Every rank must call it."""
         names = self.parameter_names
         own = [[names[p] for each in optimizer.param_groups for p in each["params"]] for optimizer in self.optimizers]
         on_ranks = gather_objects(own, group)
@@ -139,20 +139,20 @@ class CheckpointState:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-    """Write a checkpoint of `tensors`, by their names in it, with the description `meta`; see `write_packed`.
+    """Write named tensors and the metadata `meta` as a checkpoint, see `write_packed`.
 
-    Raises CheckpointError: where the disk is full or cannot be written.
+    Raises CheckpointError: the disk is full or cannot be written.
     """
     write_packed(path, HostBuffer(torch.device("cpu")).pack(tensors), json.dumps(meta))
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU), by name, and the description of a checkpoint. What is not used of a tensor is not read.
+    """Return the tensors (on the CPU, memory-mapped) by name, and the metadata of a checkpoint.
 
-    Raises CheckpointError: missing, truncated, not a safetensors file, or not one of ours.
+    Raises CheckpointError: the file is missing, truncated, not a safetensors file, or not one of ours.
     """
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
+        raise CheckpointError(f"no checkpoint at {path}: pass a .safetensors file that `distill train` wrote")
     try:
         tensors, header = _read_file(path)
         meta = json.loads(header or "{}")
@@ -160,48 +160,48 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors |= _read_file(path.with_name(shard))[0]
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint {path} is damaged ({error}): use another one, such as its neighbour best or last"
+            f"checkpoint {path} is damaged ({error}): use another one, such as best or last in the same folder"
         ) from error
     if header is None:
         raise CheckpointError(
-            f"{path} is not a checkpoint of ours (no `{META_KEY}` in its header): as a teacher, give it in teacher.weights"
+            f"{path} was not written by raydistill (no `{META_KEY}` in its header): to use it as a teacher, set teacher.weights"
         )
     return tensors, meta
 
 
 def _read_file(path: Path) -> tuple[dict[str, Tensor], str | None]:
-    """The tensors of a file, mapped into memory, and our part of its header."""
+    """Return a file's tensors, memory-mapped, and our part of its header."""
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         return tensors, (file.metadata() or {}).get(META_KEY)
 
 
 def join_shards(path: Path) -> None:
-    """Make one file of a checkpoint and its shards, where it has any. Raises CheckpointError: see `read`, `write_tensors`."""
-    if names := read_about(path).get("shards"):
+    """Merge a checkpoint and its shards, if any, into one file. Raises CheckpointError: see `read`, `write_tensors`."""
+    if names := read_metadata(path).get("shards"):
         tensors, meta = read(path)
         del meta["shards"]
         write_tensors(path, tensors, meta)
-        log.info("%s: joined from the files of %d pipeline stages", path, len(names) + 1)
-    remove_shards(path, besides=[])  # also those of a join that was killed before this
+        log.info("%s: merged the files of %d pipeline stages", path, len(names) + 1)
+    remove_shards(path, keep=[])  # also after a merge that was killed at this point
 
 
-def remove_shards(path: Path, besides: Sequence[str]) -> None:
-    """Remove the files of stages that a checkpoint has no longer."""
+def remove_shards(path: Path, keep: Sequence[str]) -> None:
+    """Remove a checkpoint's shard files, except those named in `keep`."""
     for shard in path.parent.glob(f"{path.stem}.*.safetensors"):
-        if shard.name not in besides:
+        if shard.name not in keep:
             shard.unlink(missing_ok=True)
 
 
-def read_about(path: Path) -> dict[str, Any]:
-    """The description of a checkpoint alone; see `read`."""
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of a checkpoint, see `read`."""
     return read(path)[1]
 
 
 def _read_on_all_ranks(path: Path, group: Group) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """See `read`, of the same file on every rank: a node may see what another one wrote to a shared folder up to a minute later.
+    """`read` the same file on every rank, waiting up to a minute for shared folders to show it to all nodes.
 
-    Raises CheckpointError: on every rank, where one of them cannot read the file, or still another one than rank 0's.
+    Raises CheckpointError: on every rank, if a rank cannot read the file or still reads another one than rank 0.
     """
     until_s = time.monotonic() + OLD_FILE_S
     while True:
@@ -213,41 +213,41 @@ def _read_on_all_ranks(path: Path, group: Group) -> tuple[dict[str, Tensor], dic
             return found
         if gather_objects(time.monotonic() > until_s, group)[0]:
             rank, other = next((rank, file) for rank, file in enumerate(files) if file != files[0])
-            has = f"has none ({other})" if isinstance(other, str) else f"that of step {other[0]}"
+            has = f"cannot read it ({other})" if isinstance(other, str) else f"reads that of step {other[0]}"
             raise CheckpointError(
-                f"rank 0 reads the checkpoint of step {files[0][0]} at {path}, rank {rank} {has}: their nodes do not see the "
-                "same file: check that they share the folder, then `distill resume`"
+                f"rank 0 reads the checkpoint of step {files[0][0]} at {path}, rank {rank} {has}: "
+                "check that their nodes share the folder, then run `distill resume`"
             )
         time.sleep(1)
 
 
 def _identity(meta: dict[str, Any]) -> tuple[int, str]:
-    """The step of a checkpoint, and a digest of its description: that has times in it, so that no two files have the same."""
+    """Return a checkpoint's step and a hash of its metadata, which contains times and so differs between any two files."""
     return meta.get("progress", {}).get("step", 0), hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 
 def restore(path: Path, state: CheckpointState, group: Group, accepted_data: DataIdentity | None = None) -> DataIdentity | None:
-    """Continue from `path`: parameters, optimizer, scaler, progress, and this rank's generators where the world is the same.
+    """Restore everything from `path`; the random generators only if the world size is the same.
 
-    Returns the data that it was trained on, where that is not the one of `state` but `accepted_data` is; else None.
+    Returns the data of the checkpoint if it differs from that of `state` and the latter is `accepted_data`, else None.
 
     Raises:
-        CheckpointError: damaged, or of another model or optimizer than those of `state`.
-        DataError: it was trained on other data, which is not accepted.
+        CheckpointError: the file is damaged, or has another model or optimizer than `state`.
+        DataError: it was trained on other data, and the change was not accepted.
     """
     tensors, meta = _read_on_all_ranks(path, group)
     _check_format(path, meta)
     other_data = _check_data(path, state, meta, accepted_data)
     _check_model(path, state, meta)
-    own = _without_other_stages(state, tensors, group)
-    raw = _without_prefix("raw.", tensors)
+    own = _drop_other_stages(state, tensors, group)
+    raw = _strip_prefix("raw.", tensors)
     _check_average(path, state, raw)
     _load_modules(path, state.student, state.methods, own | raw, meta)
     if state.average is not None:
         state.average.load(own)
     _check_optimizers(path, state.describe_optimizers(group), meta)
     for number, optimizer in enumerate(state.optimizers):
-        tensors_of = _without_prefix(f"optim.{number}.", tensors)
+        tensors_of = _strip_prefix(f"optim.{number}.", tensors)
         _restore_optimizer(optimizer, state.parameter_names, tensors_of, meta["optimizer_numbers"][number])
     if meta["scaler"]:
         state.scaler.load_state_dict(meta["scaler"])
@@ -258,11 +258,12 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
     return other_data
 
 
-def begin_from_init_stage(path: Path, state: CheckpointState, group: Group) -> None:
-    """Begin with the student that an init stage has trained, with the methods of `state` that took part in it, and, where the
-    world is the same, with its generators.
+def load_init_stage(path: Path, state: CheckpointState, group: Group) -> None:
+    """Start from an init stage: load its student, the methods of `state` that took part, and the random generators.
 
-    Raises CheckpointError: damaged, or of another model or other methods than those of `state`.
+    The generators are restored only if the world size is the same.
+
+    Raises CheckpointError: the file is damaged, or has another model or other methods than `state`.
     """
     tensors, meta = _read_on_all_ranks(path, group)
     _check_format(path, meta)
@@ -279,15 +280,15 @@ def _load_modules(
     path: Path, student: nn.Module, methods: nn.ModuleDict, tensors: Mapping[str, Tensor], meta: dict[str, Any]
 ) -> None:
     try:
-        student.load_state_dict(_without_prefix("model.", tensors))
+        student.load_state_dict(_strip_prefix("model.", tensors))
     except RuntimeError as error:
         raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {_last_line(error)}") from error
     try:
-        methods.load_state_dict(_without_prefix("method.", tensors))
+        methods.load_state_dict(_strip_prefix("method.", tensors))
     except RuntimeError as error:
         raise CheckpointError(
-            f"checkpoint {path} was written with another distill.method or other options of it "
-            f"({_last_line(error)}): resume with the same, or choose another --out"
+            f"checkpoint {path} was written with another distill.method or other method options "
+            f"({_last_line(error)}): resume with the same ones, or choose another --out"
         ) from error
 
 
@@ -300,11 +301,11 @@ def _restore_generators(tensors: Mapping[str, Tensor], group: Group) -> None:
 def _check_data(
     path: Path, state: CheckpointState, meta: dict[str, Any], accepted_data: DataIdentity | None
 ) -> DataIdentity | None:
-    """See `restore`. An older version's checkpoint does not say on what it was trained."""
+    """See `restore`. Checkpoints of older versions do not record their data."""
     if state.data is None:
         return None
     if "data" not in meta:
-        notice(f"{path} does not say on what data it was trained: whether that has changed is not checked")
+        notice(f"{path} does not record its training data, so changes to the data go unchecked")
         return None
     before = DataIdentity(classes=meta["classes"], **meta["data"])
     changes = check_same_data(f"checkpoint {path}", before, state.data, accept=state.data == accepted_data)
@@ -314,15 +315,15 @@ def _check_data(
 def _check_format(path: Path, meta: dict[str, Any]) -> None:
     if meta.get("format") != FORMAT:
         raise CheckpointError(
-            f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
+            f"checkpoint {path} was written by another version: resume with that version, or choose another --out"
         )
 
 
 def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
-    if option_key(meta["model"]) != option_key(state.about["model"]) or meta["num_classes"] != state.about["num_classes"]:
+    if option_key(meta["model"]) != option_key(state.metadata["model"]) or meta["num_classes"] != state.metadata["num_classes"]:
         raise CheckpointError(
-            f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "
-            f"{state.about['model']} with {state.about['num_classes']}: choose another --out or the same model"
+            f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, but the experiment has "
+            f"{state.metadata['model']} with {state.metadata['num_classes']}: choose the same model or another --out"
         )
 
 
@@ -333,25 +334,25 @@ def _check_optimizers(path: Path, current: Sequence[dict[str, Any]], meta: dict[
             for optimizers in (meta["optimizers"], current)
         )
         raise CheckpointError(
-            f"checkpoint {path} was written by {saved}, and here there is {here}: resume with the same optim.name and "
-            "optim.losses, and with the version that wrote it"
+            f"checkpoint {path} was written with {saved}, but the experiment has {here}: resume with the same optim.name and "
+            "optim.losses, and the same version"
         )
 
 
 def _check_average(path: Path, state: CheckpointState, raw: Mapping[str, Tensor]) -> None:
     if bool(raw) != (state.average is not None):
         has = "averages of the weights" if raw else "no averages of the weights"
-        raise CheckpointError(f"checkpoint {path} has {has}: resume with the optim.ema_decay of before, or choose another --out")
+        raise CheckpointError(f"checkpoint {path} has {has}: resume with the same optim.ema_decay, or choose another --out")
 
 
-def _without_other_stages(state: CheckpointState, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Without what other ranks have in their modules and this one does not."""
+def _drop_other_stages(state: CheckpointState, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Drop the tensors that belong to modules of other ranks only."""
     own = {f"model.{name}" for name in state.student.state_dict()} | {f"method.{name}" for name in state.methods.state_dict()}
     others = set[str]().union(*gather_objects(own, group)) - own
     return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 
-def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -362,8 +363,7 @@ def _last_line(error: RuntimeError) -> str:
 def _restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
 ) -> None:
-    """`tensors`: the whole state, by parameter and name of the state; another pipeline stage's is left out. `numbers`: see
-    `plain_numbers`."""
+    """`tensors` are the state of all pipeline stages, by `<parameter>.<state>`. For `numbers` see `plain_numbers`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
     states: dict[int, dict[str, Any]] = {}
@@ -373,7 +373,7 @@ def _restore_optimizer(
         if index is None:
             continue
         if tensor.shape == parameters[index].shape:
-            # The parameter's own memory format, so that a fused update stays fused.
+            # In the parameter's memory format, so that fused updates still work.
             tensor = torch.empty_like(parameters[index], requires_grad=False).copy_(tensor)
         states.setdefault(index, {})[state] = tensor
     for name, own in numbers["parameters"].items():

@@ -1,4 +1,4 @@
-"""Checkpoints off the training thread: that copies the state to host memory and goes on, another writes it to disk."""
+"""Save checkpoints asynchronously: the training thread copies the state to host memory, and another thread writes it."""
 
 import json
 import secrets
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainables.disk_writer import DiskWriter
-from trainables.distributed.group import Group, from_each, gather_objects
+from trainables.distributed.group import Group, all_gather_results, gather_objects
 from trainables.engine.checkpoint import FORMAT, CheckpointState, remove_shards
 from trainables.engine.optimizers import plain_numbers
 from trainables.engine.tensor_file import HostBuffer, PackedTensors, write_packed
@@ -20,9 +20,9 @@ Publish = Callable[[Sequence[Path], int, float], None]
 
 
 class CheckpointWriter:
-    """Saves a job's state. Every rank has one; each pipeline stage of the first replica writes its part, or rank 0 everything.
+    """Saves a job's state, one checkpoint at a time, from a host buffer that is reused.
 
-    One checkpoint at a time, from a host buffer that it reuses.
+    Every rank has a writer. Rank 0 writes everything, or each pipeline stage of the first replica writes its part.
     """
 
     def __init__(
@@ -40,25 +40,25 @@ class CheckpointWriter:
         self._written: Future[None] | None = None
 
     def save(self, paths: Sequence[Path], state: CheckpointState, group: Group) -> None:
-        """Copy the state as it is now, and have it written to each of `paths` behind all that the disk writer has to write.
+        """Copy the current state, and queue it on the disk writer for each of `paths`.
 
-        Every rank calls it. It waits for the checkpoint before, should that still be on its way.
+        Every rank must call this. It first waits until the previous checkpoint is written.
 
-        Raises CheckpointError: on rank 0, where an earlier checkpoint could not be written.
+        Raises CheckpointError: on rank 0, if an earlier checkpoint could not be written.
         """
         if self._written is not None:
             self._written.result()
         stages = state.pipeline_stages
         gathered = gather_objects((rng_state(group.device), secrets.token_hex(4)), group)
         optimizers = state.describe_optimizers(group)
-        if group.rank >= stages.world_size:  # of another replica
+        if group.rank >= stages.world_size:  # another replica
             return
         tensors = _collect(state)
         if group.is_main:
             tensors |= {f"rng.{rank}.{kind}": value for rank, (own, _) in enumerate(gathered) for kind, value in own.items()}
         meta = {
             "format": FORMAT,
-            **state.about,
+            **state.metadata,
             **({"data": state.data.model_dump(exclude={"classes"})} if state.data is not None else {}),
             "progress": vars(state.progress),
             "metrics": state.metrics,
@@ -70,7 +70,7 @@ class CheckpointWriter:
         shards = {
             path: [f"{path.stem}.{gathered[0][1]}.{stage}.safetensors" for stage in range(1, stages.world_size)] for path in paths
         }
-        # As text, since training goes on to change what is in it.
+        # Serialize now, since training continues to change these values.
         texts = {path: json.dumps({**meta, "shards": shards[path]}) for path in paths}
         publish = partial(self._publish, list(paths), state.progress.step, float(state.progress.epoch))
         self._written = self._disk.put(partial(self._write, self._buffer.pack(tensors), texts, shards, stages, publish))
@@ -83,23 +83,23 @@ class CheckpointWriter:
         stages: Group,
         publish: Callable[[], None],
     ) -> None:
-        """This rank's part of the state; the first stage writes its own, which names the others, once those are there.
+        """Write this rank's part. The first stage writes its file, which names the shards, after all shards are written.
 
-        A kill leaves what that file named before, or what it names now: shards have new names each time.
+        Shards have new names each time, so that a kill leaves either the old checkpoint or the new one complete.
         """
         for path, text in texts.items():
             if not stages.is_main:
-                from_each(partial(write_packed, path.with_name(shards[path][stages.rank - 1]), packed, "{}"), stages)
+                all_gather_results(partial(write_packed, path.with_name(shards[path][stages.rank - 1]), packed, "{}"), stages)
                 continue
-            from_each(lambda: None, stages)
+            all_gather_results(lambda: None, stages)
             write_packed(path, packed, text, self._check)
-            remove_shards(path, besides=shards[path])
+            remove_shards(path, keep=shards[path])
         if stages.is_main:
             publish()
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """This rank's generator states (uint8 vectors)."""
+    """Return this rank's random generator states (uint8 vectors)."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -107,7 +107,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _collect(state: CheckpointState) -> dict[str, Tensor]:
-    """The tensors of this rank's state."""
+    """Return the named tensors of this rank's state."""
     tensors = {f"model.{name}": tensor for name, tensor in state.student.state_dict().items()}
     tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
     if state.average is not None:

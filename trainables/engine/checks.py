@@ -1,4 +1,4 @@
-"""The training's checks of itself: losses and parameters that are not finite, batches that cannot be normalized, bad images."""
+"""Checks during training: non-finite losses and parameters, single-image batches, unreadable images."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("raydistill")
 
 @contextlib.contextmanager
 def single_image_errors(job: Job) -> Iterator[None]:
-    """Batch norm normalizes over a channel's values: with one image and 1×1 maps there is one value, which torch refuses.
+    """Explain torch's error when batch norm gets a single value per channel, from one image with 1×1 maps.
 
     Raises TrainingError: in place of torch's error.
     """
@@ -30,19 +30,19 @@ def single_image_errors(job: Job) -> Iterator[None]:
         if not is_single_value(error):
             raise
         raise TrainingError(
-            f"{job.config.stage}: a worker's part of a batch came down to one image, which the batch norm of "
+            f"{job.config.stage}: a worker got a batch of one image, which the batch norm of "
             f"{job.config.model} cannot normalize: set data.last_batch=drop, another data.global_batch_size or optim.accumulate"
         ) from error
 
 
 def raise_not_finite(job: Job) -> None:
-    """Name the first step whose loss was not finite on any rank; every rank calls it. Raises TrainingError: always."""
+    """Raise a TrainingError that names the first step with a non-finite loss on any rank. Every rank must call this."""
     steps = [step for step in gather_objects(int(job.train_state.sums.bad_step), job.group) if step >= 0]
     raise TrainingError(f"{job.config.stage}: the loss is not finite at step {min(steps) + 1}: {_advice(job)}")
 
 
 def check_finite(job: Job) -> None:
-    """Before anything is saved: an update that spoiled the parameters, or a batch norm's statistics, may follow a finite loss.
+    """Check that parameters and statistics are finite before saving: an update may break them after a finite loss.
 
     Raises TrainingError: on every rank.
     """
@@ -59,25 +59,25 @@ def check_finite(job: Job) -> None:
 
 
 def _advice(job: Job) -> str:
-    """What may be done about numbers that are not finite, as far as it is not done yet, and where the last good state is."""
+    """Suggest remedies for non-finite numbers that are not in use yet, and name the last good checkpoint."""
     optim = job.config.optim
     peak = peak_learning_rate(optim, job.config.data.global_batch_size)
-    of_batch = f", {peak:g} after scaling with the batch" if peak != optim.lr else ""
-    changes = [f"lower optim.lr (now {optim.lr:g}{of_batch})"]
+    scaled = f", {peak:g} after scaling with the batch" if peak != optim.lr else ""
+    changes = [f"lower optim.lr (now {optim.lr:g}{scaled})"]
     if not (optim.clip_grad_norm or optim.clip_grad_value or optim.clip_grad_agc):
         changes.append("set optim.clip_grad_norm")
     if job.config.precision == "fp16":
         changes.append("use precision bf16 or fp32")
-    last = f"the last good state is {job.stage.last}" if job.stage.last.exists() else "no checkpoint had been written yet"
+    last = f"the last good state is {job.stage.last}" if job.stage.last.exists() else "no checkpoint has been written yet"
     return f"{' or '.join(changes)}; {last}"
 
 
 def check_skipped(job: Job, loader: Loader, known: dict[int, str]) -> dict[int, str]:
-    """The images of one split that any rank could not read in this epoch, with those already `known`; rank 0 logs new ones.
+    """Collect the unreadable images of this epoch over all ranks, adding to `known`; rank 0 logs new ones.
 
-    See `Loader.skipped`. Every rank calls it.
+    See `Loader.skipped`. Every rank must call this.
 
-    Raises DataError: on every rank, where all ranks together skipped more of them than `data.max_bad` allows.
+    Raises DataError: on every rank, if all ranks together skipped more images than `data.max_bad` allows.
     """
     skipped = known | gather_skipped(loader, job.group)
     for index in sorted(skipped.keys() - known.keys()):

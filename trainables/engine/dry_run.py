@@ -1,6 +1,6 @@
-"""Whether the models, methods and options of a job fit together, checked with untrained models on the CPU.
+"""Check with untrained models on the CPU that the models, methods and options of a job fit together.
 
-They are built as the job itself would build them, in a second or so: an error shows before a teacher is trained.
+Models are built as the job itself builds them. This takes about a second, and finds errors before a teacher is trained.
 """
 
 import torch
@@ -35,8 +35,8 @@ def check_fit(config: TrainConfig, num_classes: int) -> list[RowFormat]:
     Returns the rows of each teacher's cache, if they have one.
 
     Raises:
-        ExperimentError: methods and options do not fit together, or cannot be trained in stages, or there is no such optimizer.
-        ModelError: a model does not exist, does not take these images, or cannot be cut so.
+        ExperimentError: methods and options do not fit together, cannot run in stages, or the optimizer does not exist.
+        ModelError: a model does not exist, does not accept these images, or cannot be cut like that.
     """
     for each in with_init_stage(config):
         for optim in (each.optim, *map(each.optim.for_loss, each.optim.losses)):
@@ -54,7 +54,7 @@ def check_fit(config: TrainConfig, num_classes: int) -> list[RowFormat]:
 
 
 def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:
-    """Whether the student can be trained on a batch of one image, which batch norm refuses where a map has one position."""
+    """Return whether the student can train on a batch of one image, which batch norm refuses for 1×1 maps."""
     _, student = build_student(config, Group(), num_classes)
     try:
         dry_forward(student, trained_model_input(config).image_size, training=True, batch_size=1)
@@ -66,22 +66,22 @@ def normalizes_single_images(config: TrainConfig, num_classes: int) -> bool:
 
 
 def untrained_modules(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, list[nn.Module]]:
-    """The distillation module of a job, and the teachers' networks that run in its steps; no weights are read.
+    """Return a job's distillation module and the teacher networks that run in its steps, without reading weights.
 
     Raises:
         ExperimentError: methods and options do not fit together.
-        ModelError: a model does not exist, or does not take these images.
+        ModelError: a model does not exist, or does not accept these images.
     """
     module, networks, _ = _untrained(config, num_classes)
     return module, [] if config.rows_from is not None else networks
 
 
 def _untrained(config: TrainConfig, num_classes: int) -> tuple[DistillationModule, list[nn.Module], list[TapReader]]:
-    """The distillation module of a job, the teachers' networks that methods are built for, and the readers of these."""
+    """Return a job's distillation module, the teacher networks that methods are built for, and the networks' readers."""
     _, student = build_student(config, Group(), num_classes)
     networks, methods = list[nn.Module](), methods_with_teacher(config)
     if methods and (config.rows_from is None or reads_features(methods)):
         networks = untrained_networks(config, num_classes)
-    labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
+    labels_M = torch.arange(num_classes)  # pretend a small training split, which keeps buffers with a row per sample small
     module, readers = build_distillation_module(config, Group(), student, networks, num_classes, labels_M)
     return module, networks, readers

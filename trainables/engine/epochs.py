@@ -1,19 +1,19 @@
-"""The epochs of a stage, and how far its steps are in them."""
+"""The epochs of a stage, and the mapping from steps to epochs."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """All epochs of a stage."""
+    """The epochs of a stage."""
 
     num: int
     steps_per_epoch: int
     order_offset: int = 0
-    """Epochs of the init stage before this one: the order of the data and the augmentations go on from there."""
+    """Epochs of a preceding init stage. Data order and augmentation continue from there."""
     step_offset: int = 0
-    """By how much the steps so far are more than those that their epochs would have now: 0 unless the data has changed."""
+    """Steps so far minus the steps that those epochs would have with the current data: 0 unless the data has changed."""
 
     def passed(self, step: int) -> float:
-        """Epochs that have passed before a step of the stage, fractions included."""
+        """Return the (fractional) number of epochs before a step of the stage."""
         return (step - self.step_offset) / self.steps_per_epoch

@@ -1,4 +1,4 @@
-"""Exact distributed evaluation: every sample once, sums on the device, one all-reduce, then divide.
+"""Exact distributed evaluation: count each sample once, sum on the device, all-reduce once, then divide.
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -19,7 +19,7 @@ from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.device.precision import with_precision
 from trainables.device.tensor_format import autocast, to_pixels
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers
-from trainables.engine.features import all_skipped, how_measured, load_evaluated, split_loader
+from trainables.engine.features import all_skipped, load_evaluated, result_details, split_loader
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.forward import logits_and_aux
@@ -28,16 +28,16 @@ from trainables.models.pixels import take_pixels
 
 
 def correct_counts(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-    """How many samples have their label as the largest, and among the five largest, of the logits (scalars, int64).
+    """Count the samples whose label has the largest logit, and one of the five largest (scalars, int64).
 
-    With fewer than five classes the second counts all samples.
+    With fewer than five classes the second number counts all samples.
     """
     hits_B5 = hits(logits_BK, labels_B)
     return hits_B5[:, 0].sum(), hits_B5.sum()
 
 
 def hits(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """Whether a sample's label is the largest of its logits, the second, … (B, 5), or (B, K) with fewer classes; bool."""
+    """Return whether the label has a sample's largest logit, the second largest, …: bool (B, 5), or (B, K) if K < 5."""
     return logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices == labels_B[:, None]
 
 
@@ -49,12 +49,12 @@ def evaluate(
     group: Group,
     replicas: Group,
 ) -> dict[str, float]:
-    """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks of `group`.
+    """Return top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks of `group`.
 
-    `logits` are those (B, K) of a batch as it comes from the loader; None where another rank has them. Replicas may have
-    different numbers of batches, so that no forward may communicate between them: `model` is not under DDP. Its buffers are
-    those of the first of the `replicas`. Closes `batches`, and restores the model's mode. Without a single image all values but
-    `num_images` are nan.
+    `logits` maps a batch from the loader to its logits (B, K), or to None if another rank has them. Replicas may have different
+    numbers of batches, so a forward pass must not communicate between them: `model` is not in DDP. Its buffers are set to those
+    of the first of the `replicas`. Closes `batches` and restores the model's mode. Without any image, all values but
+    `num_images` are NaN.
     """
     was_training = model.training
     model.eval()
@@ -85,7 +85,7 @@ def logits_of(
     autocast: Callable[[], contextlib.AbstractContextManager[None]],
     compilation: Compilation,
 ) -> Callable[[DeviceBatch], Tensor]:
-    """A function from a batch of uint8 images to the logits of a model that takes what `pixels` makes of them."""
+    """Return a function from a batch of uint8 images to `model`'s logits; `pixels` converts the images to the model's input."""
 
     def logits(batch: DeviceBatch) -> Tensor:
         compilation.begin_step()
@@ -96,12 +96,12 @@ def logits_of(
 
 
 def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat | None = None) -> dict[str, Any]:
-    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank.
+    """Evaluate a checkpoint on the validation split of `config.data`; every rank gets the result.
 
-    `skipped` lists the images that could not be read, and why; `precision_reason` is empty unless `config.precision` was `auto`.
+    `skipped` lists the images that could not be read, and why. `precision_reason` is empty unless `config.precision` was `auto`.
 
     Raises:
-        CheckpointError: the file cannot be read, or has other classes than the data.
+        CheckpointError: the file cannot be read, or its classes differ from the data's.
         DataError: the data cannot be read.
     """
     heartbeat, config = heartbeat or Heartbeat(), with_precision(config, group)
@@ -113,6 +113,6 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbe
         heartbeat.enter("eval")
         result = evaluate(model, heartbeat.over(loader.epoch(0)), logits, group, group)
     if not result["num_images"]:
-        raise DataError(f"{config.data.path}: not one validation image could be read")
+        raise DataError(f"{config.data.path}: no validation image could be read")
     skipped = all_skipped(loader, group)
-    return {**result, **how_measured(config, skipped)}
+    return {**result, **result_details(config, skipped)}

@@ -1,4 +1,4 @@
-"""`distill evaluate --probe` and `distill embed`: the features that a frozen model has of a labeled set, or of any.
+"""`distill evaluate --probe` and `distill embed`: the features of a frozen model on a data set.
 
 Shapes: B batch, N images, D features.
 """
@@ -40,16 +40,16 @@ from trainables.rundir import replacing
 
 SPLITS: tuple[Split, ...] = ("train", "val")
 PROBES: dict[str, Callable[..., dict[str, float]]] = {"knn": knn, "linear": linear_probe}
-_NUMBERS_A_GROUP = 2**24
-"""The most numbers in a row group of a Parquet file: 64 MiB."""
+_MAX_ROW_GROUP = 2**24
+"""Maximum number of values in a row group of a Parquet file: 64 MiB."""
 
 
 def probe_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat, report: Report) -> dict[str, Any]:
-    """The accuracy of the probe `config.measure` on features of the validation images, on every rank; see `evaluate_checkpoint`.
+    """Evaluate the probe `config.measure` on features of the validation images; see `evaluate_checkpoint`.
 
-    `report` is called for each split and batch, a `step` being an image.
+    `report` is called for each split and batch, with the number of images as the step.
 
-    Raises DistillError: the weights or the data cannot be read, or have no such tap.
+    Raises DistillError: the weights or the data cannot be read, or the model has no such tap.
     """
     config = with_precision(config, group)
     embed, skipped, found = embedder(config, group, report), list[str](), list[Features]()
@@ -59,7 +59,7 @@ def probe_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat,
             found.append(gather_features(embed, loader, group, heartbeat))
             skipped += all_skipped(loader, group)
         if not len(found[-1].labels_N):
-            raise DataError(f"{config.data.path}: not one image of the split {split} could be read")
+            raise DataError(f"{config.data.path}: no image of the split {split} could be read")
     train, val = found
     return {
         **PROBES[config.measure](train, val, group, beat=heartbeat.beat),
@@ -71,13 +71,13 @@ def probe_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat,
 def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat, report: Report) -> dict[str, Any]:
     """Write the features of every image of both splits to `config.features_file`; see `probe_checkpoint`.
 
-    Its columns: `path`, the image's name; `split`; `label` and `class`, null where there are none; `embedding`, D of float32.
+    Its columns are `path` (the image's name), `split`, `label` and `class` (null if unlabeled), and `embedding` (D × float32).
     """
     config = with_precision(config, group)
     embed, skipped, num_images, num_features = embedder(config, group, report), list[str](), 0, 0
     heartbeat.enter("eval")
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(_stored(config.features_file)) if group.is_main else None
+        file = stack.enter_context(_written_to(config.features_file)) if group.is_main else None
         writer: pq.ParquetWriter | None = None
         for split in SPLITS:
             with split_loader(config, split, group, report) as loader:
@@ -89,18 +89,18 @@ def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat,
                     heartbeat.beat()
             num_images += len(features.labels_N)
             num_features = features.features_ND.shape[1] or num_features
-        heartbeat.enter("checkpoint")  # a large file takes its time to a store
+        heartbeat.enter("checkpoint")  # a large file takes long to upload
         if group.is_main and not num_images:
-            raise DataError(f"{config.data.path}: not one image could be read")
+            raise DataError(f"{config.data.path}: no image could be read")
     return {**_summary(config, features, skipped), "num_images": float(num_images), "num_features": float(num_features)}
 
 
 def _summary(config: EvaluateConfig, val: Features, skipped: list[str]) -> dict[str, Any]:
-    return {"tap": config.tap, "num_images": float(len(val.labels_N)), **how_measured(config, skipped)}
+    return {"tap": config.tap, "num_images": float(len(val.labels_N)), **result_details(config, skipped)}
 
 
-def how_measured(config: EvaluateConfig, skipped: list[str]) -> dict[str, Any]:
-    """What every result of an evaluation says besides its numbers."""
+def result_details(config: EvaluateConfig, skipped: list[str]) -> dict[str, Any]:
+    """Return what every evaluation result contains besides its numbers."""
     return {
         "skipped_images": float(len(skipped)),
         "skipped": skipped,
@@ -110,28 +110,28 @@ def how_measured(config: EvaluateConfig, skipped: list[str]) -> dict[str, Any]:
 
 
 def load_evaluated(config: EvaluateConfig, classes: Sequence[str], *, logits: bool) -> tuple[str, nn.Module]:
-    """The name of the model that is evaluated, and the model on the CPU, see `load_teacher`."""
-    name, size = config.model or checkpoint.read_about(Path(config.checkpoint))["model"], config.data.image_size
+    """Return the name of the evaluated model, and the model on the CPU; see `load_teacher`."""
+    name, size = config.model or checkpoint.read_metadata(Path(config.checkpoint))["model"], config.data.image_size
     fit: dict[str, Any] = {"image_size": size, "classes": classes, "seed": 0, "weights_key": config.weights_key}
     return name, load_teacher(name, config.checkpoint, **fit, logits=logits)
 
 
 def load_tapped(config: EvaluateConfig) -> tuple[nn.Module, Taps]:
-    """A checkpoint's model without its classifier, and the tap that `config.tap` names, on the CPU.
+    """Load a checkpoint's model without its classifier, on the CPU, and the tap `config.tap`.
 
     Raises:
-        CheckpointError, ModelError: see `load_teacher`; the model has no such tap, or it is no vector for each image.
+        CheckpointError, ModelError: see `load_teacher`; the model has no such tap, or the tap is not a vector per image.
     """
     name, model = load_evaluated(config, (), logits=False)
     taps = Taps(model, [config.tap], name=name, image_size=config.data.image_size)
     if [len(shape) for shape in taps.shapes] != [1]:
         shapes = " and ".join(str(shape) for shape in taps.shapes)
-        raise ModelError(f"model {name}: the tap {config.tap} is {shapes} for an image, not a vector: use pooled")
+        raise ModelError(f"model {name}: the tap {config.tap} has the shape {shapes} per image, but must be a vector: use pooled")
     return model, taps
 
 
 def embedder(config: EvaluateConfig, group: Group, report: Report) -> Callable[[DeviceBatch], Tensor]:
-    """A function from a batch of uint8 images to the tapped features (B, D) of a checkpoint. Raises as `load_tapped` does."""
+    """Return a function from a batch of uint8 images to a checkpoint's tapped features (B, D). Raises: see `load_tapped`."""
     model, taps = load_tapped(config)
     dtype = float64 if config.precision == "fp64" else float32
     model.to(group.device, dtype)
@@ -149,7 +149,7 @@ def embedder(config: EvaluateConfig, group: Group, report: Report) -> Callable[[
 
 
 def val_loader(data: DataConfig, split: Split, group: Group) -> Loader:
-    """The images of a split as those of a validation: as they are stored, not augmented. Raises DataError: see `Loader`."""
+    """Open a split with validation preprocessing, in stored order and not augmented. Raises DataError: see `Loader`."""
     data = data.model_copy(update={"shuffle": "none"})
     assert isinstance(data.loader_workers, int)
     return Loader(
@@ -169,28 +169,28 @@ def val_loader(data: DataConfig, split: Split, group: Group) -> Loader:
 def split_loader(
     config: EvaluateConfig, split: Split, group: Group, report: Report = lambda kind, step, epoch, metrics: None
 ) -> Iterator[Loader]:
-    """See `val_loader`. Closes it."""
+    """A context with a `val_loader`, which is closed at the end."""
     with contextlib.closing(val_loader(config.data, split, group)) as loader:
         report("start", 0, 0.0, {"max_steps": float(len(loader.source))})
         yield loader
 
 
 def all_skipped(loader: Loader, group: Group) -> list[str]:
-    """The images of an epoch that no rank could read, and why. Raises DataError: more than `data.max_bad` allows."""
+    """List the images of an epoch that could not be read, and why. Raises DataError: more than `data.max_bad` allows."""
     skipped = gather_skipped(loader, group)
     loader.refuse_too_many(skipped)
     return list(skipped.values())
 
 
 def gather_skipped(loader: Loader, group: Group) -> dict[int, str]:
-    """Index → the name of an image that some rank could not read, and why. Every rank calls it."""
+    """Collect the unreadable images of all ranks: index → name and reason. Every rank must call this."""
     return {index: image for part in gather_objects(loader.skipped, group) for index, image in part.items()}
 
 
 def tables(features: Features, split: Split, source: Source) -> Iterator[pa.Table]:
-    """See `embed_checkpoint`."""
+    """Convert features into tables with the columns of `embed_checkpoint`."""
     num_images, num_features = features.features_ND.shape
-    size = max(1, _NUMBERS_A_GROUP // max(1, num_features))
+    size = max(1, _MAX_ROW_GROUP // max(1, num_features))
     for rows in (slice(begin, begin + size) for begin in range(0, num_images, size)):
         labels = [label if label >= 0 else None for label in features.labels_N[rows].tolist()]
         values = pa.array(features.features_ND[rows].numpy().astype(np.float32, copy=False).ravel())
@@ -206,8 +206,8 @@ def tables(features: Features, split: Split, source: Source) -> Iterator[pa.Tabl
 
 
 @contextlib.contextmanager
-def _stored(path: str) -> Iterator[Path]:
-    """A path to write to, which is `path` at the end, also in an object store."""
+def _written_to(path: str) -> Iterator[Path]:
+    """A context with a local path to write to; it ends up at `path`, which may be in an object store."""
     if not is_uri(path):
         with replacing(Path(path)) as temporary:
             yield temporary

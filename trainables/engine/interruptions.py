@@ -1,7 +1,7 @@
-"""Whether a log line or a checkpoint is due inside an epoch, and whether the stage ends there: on all ranks at the same step.
+"""Decide, on all ranks at the same step, whether to log, to save a checkpoint, or to end the stage within an epoch.
 
-Clocks and notices differ by rank, so ranks exchange them at steps that all of them know, a few seconds apart. Nothing else is
-exchanged. With NCCL an exchange waits for the GPU; nothing else in the loop does, but a log line for the one before it.
+Clocks and requests differ by rank, so the ranks exchange them at agreed steps, a few seconds apart, and exchange nothing else.
+With NCCL an exchange waits for the GPU. Apart from writing the previous log line, nothing else in the loop does.
 """
 
 import time
@@ -13,11 +13,11 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.errors import Interruption
 
 EXCHANGE_S = 5.0
-"""Seconds between two exchanges: with a checkpoint after it a notice is acted on within ten seconds of steps."""
+"""Seconds between exchanges, so that a request leads to a checkpoint within about ten seconds."""
 LOG_S = 30.0
-"""After so many seconds a line is logged before `train.log_every` steps are over."""
+"""Log a line after this many seconds, even before `train.log_every` steps."""
 InterruptionRequest = Callable[[], Interruption | None]
-"""Why this rank wants the stage to end, where it does."""
+"""Returns why this rank wants the stage to end, or None."""
 
 
 class Decision(NamedTuple):
@@ -30,7 +30,7 @@ class Decision(NamedTuple):
 
 @dataclass
 class Interruptions:
-    """Every rank calls `exchange` between epochs and `after_step` after each step. Rank 0's clock is the one that counts."""
+    """Every rank calls `exchange` between epochs and `after_step` after each step. Only rank 0's clock counts."""
 
     group: Group
     checkpoint_every_s: float
@@ -42,25 +42,25 @@ class Interruptions:
     _exchanged_step: int = 0
     _next_step: int = 0
     _num_steps: int = 1
-    """Between the last exchange and the next one."""
+    """Steps between the last exchange and the next."""
 
     def __post_init__(self) -> None:
         self._saved_s = self._logged_s = self._exchanged_s = self.clock()
 
     def saved(self) -> None:
-        """A checkpoint was written."""
+        """Note that a checkpoint was saved."""
         self._saved_s = self.clock()
 
     def logged(self) -> None:
-        """A log line was begun."""
+        """Note that a log line was begun."""
         self._logged_s = self.clock()
 
     def after_step(self, step: int) -> Decision:
-        """What all ranks do after this step, the number of steps so far."""
+        """Return what all ranks do after `step` steps."""
         return self.exchange(step) if step >= self._next_step else Decision()
 
     def exchange(self, step: int) -> Decision:
-        """Exchange clocks and requests now."""
+        """Exchange clocks and requests now, and return what all ranks do."""
         now_s = self.clock()
         due = Decision(logs=now_s - self._logged_s >= LOG_S, saves=now_s - self._saved_s >= self.checkpoint_every_s)
         num_steps = self._steps_until_next(step, now_s)
@@ -71,7 +71,7 @@ class Interruptions:
         return Decision(due.logs, due.saves or interruption is not None, interruption)
 
     def _steps_until_next(self, step: int, now_s: float) -> int:
-        """As many as take the time between two exchanges, at most twice as many as before: steps may become slower."""
+        """Estimate the steps until the next exchange: at most twice as many as last time, as steps may become slower."""
         num_steps = max(step - self._exchanged_step, 1)
         step_s = (now_s - self._exchanged_s) / num_steps
         between_s = min(EXCHANGE_S, self.checkpoint_every_s)

@@ -1,4 +1,4 @@
-"""One training job on one rank: what `trainables.engine.train` builds, and works on."""
+"""One training job on one rank, as built and run by `trainables.engine.train`."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -26,21 +26,21 @@ from trainables.rundir import StageDir
 from trainables.stage_result import TeacherAccuracy
 
 TrainStep = Callable[[DeviceBatch, int, PhaseTimer], None]
-"""Trains on a batch in the step of this index, see `trainables.engine.train.train_step`."""
+"""Trains on a batch, given the step's index: see `trainables.engine.train.train_step`."""
 
 Logits = Callable[[DeviceBatch], Tensor | None]
-"""The student's for a batch of the evaluation; None where another rank has them."""
+"""Returns the student's logits for an evaluation batch, or None if another rank has them."""
 
 
 class Snapshot(Protocol):
-    """Telemetry of the nodes since the last call, or (`whole`) since the job began; every rank calls it."""
+    """Returns telemetry of the nodes since the last call or, with `whole`, since the job began. Every rank must call it."""
 
     def __call__(self, whole: bool = False) -> dict[str, float]: ...
 
 
 @dataclass(kw_only=True)
 class Job:
-    """One training job on this rank."""
+    """Everything that a training job has on this rank."""
 
     config: TrainConfig
     group: Group
@@ -54,31 +54,28 @@ class Job:
     metrics: JobMetrics
     report: Report
     disk: DiskWriter
-    """Writes checkpoints, and where `report` puts its records there too, each in its order."""
+    """Writes checkpoints in order, and also the records of `report` if that uses it."""
     checkpoints: CheckpointWriter
     telemetry: Snapshot
     interruptions: Interruptions
     backbone_evaluation: BackboneEvaluation | None = None
     """None for a student with a classifier."""
     stop_early: Callable[[Sequence[float]], bool] | None = None
-    """Whether the seconds of its steps past the warm-up are enough to end a timing run. None: it runs all its steps."""
+    """Whether a timing run may end, given its step times in seconds past the warm-up. None: run all steps."""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Ends the threads and processes of loaders, teacher and disk."""
+    """Closes the loaders, the teacher and the disk writer."""
     teachers: list[TeacherAccuracy | None] = field(default_factory=list)
-    """Those with given weights, once `run_job` has measured them."""
+    """Accuracies of the teachers with given weights, once `run_job` has measured them."""
     writes_log_late: bool = False
-    """Whether a log line is written with the next one, see `log_lines`."""
+    """Whether a log line is written only when the next one begins, see `log_lines`."""
     log_line: PendingLine | None = None
-    """The one whose numbers are on their way."""
+    """The log line whose numbers are still on their way to the host."""
     logged_skips: set[tuple[Loader, int]] = field(default_factory=set)
-    """Unreadable images that the log has named: the loader, and the image's index."""
+    """Unreadable images that have been logged, by loader and index."""
 
     @property
     def student(self) -> nn.Module:
-        """The bare student, or this rank's pipeline stage of it.
-
-        It is trained through the module of `train_state.update`, which wraps it with its methods.
-        """
+        """The bare student, or this rank's pipeline stage of it. Training calls `train_state.update.module`, which wraps it."""
         return self.train_state.distillation_module.student
 
     @property
@@ -90,5 +87,5 @@ class Job:
         return self.checkpoint_state.progress
 
     def close(self) -> None:
-        """End the threads of loaders and disk, and release what they use on this node. The job can train no more."""
+        """End all threads and processes of the job and release their resources. The job cannot train any more."""
         self.resources.close()

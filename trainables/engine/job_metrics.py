@@ -1,4 +1,4 @@
-"""What is measured of a job on one rank."""
+"""The measurements of a job on one rank."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from trainables.metrics.wall_clock import WallClock
 
 @dataclass(kw_only=True)
 class JobMetrics:
-    """What is measured of a job on this rank."""
+    """All meters of a job on this rank."""
 
     timer: PhaseTimer
     host: HostUse
@@ -33,7 +33,7 @@ class JobMetrics:
     heartbeat: Heartbeat
 
     def start_step(self, step: int) -> None:
-        """A step begins, after `step` others: it first waits for its batch."""
+        """Begin the step with index `step`, which first waits for its batch."""
         self.peak_memory.before_step(step)
         self.heartbeat.begin_step(step)
         self.timer.start()
@@ -46,23 +46,23 @@ class JobMetrics:
         self.heartbeat.end_step()
 
     def collect(self) -> None:
-        """Read the times of the steps that the device has finished."""
+        """Read the times of steps that the device has finished."""
         self.timer.collect()
         self.allreduce_wait.collect()
 
     def state(self) -> dict[str, Any]:
-        """What a resumed job continues from, as plain data."""
+        """Return plain data from which a resumed job continues."""
         return {"throughput": self.throughput.state(), "clock": self.clock.state(), "noise": self.noise.state()}
 
 
 def build_metrics(config: TrainConfig, group: Group, epochs: Epochs, heartbeat: Heartbeat, state: CheckpointState) -> JobMetrics:
-    """What is measured of a job, continued from the checkpoint that `state` comes from, if any."""
+    """Build the meters, which continue from the checkpoint in `state`, if any."""
     saved, progress = state.metrics, state.progress
     device = group.device
-    # Where there are several epochs the first one is left out: it fills caches, and its disk reads are cold.
+    # With several epochs, leave out the first one: it fills caches and reads from a cold disk.
     several_epochs = config.train.max_steps is None and epochs.num - progress.epoch > 1
     warmup_steps = max(config.train.warmup_steps, epochs.steps_per_epoch if several_epochs else 0)
-    # Never before the first step, which searches; by default before the warm-up's last one, so that no step measured is slow.
+    # The first step searches kernels, and a reset slows the step after it: so reset in the warm-up, but after the first step.
     first_memory_step = progress.step + (warmup_steps if several_epochs else max(warmup_steps - 1, 1))
     warmup_until, speed = progress.step + warmup_steps, saved.get("throughput")
     return JobMetrics(

@@ -1,4 +1,4 @@
-"""What a job is built of: its data, its models, the state of its checkpoints. Knows no Ray."""
+"""Build the parts of a job: loaders, models, optimizers, checkpoint state. Knows no Ray."""
 
 import logging
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from trainables.data.source import open_on_node
 from trainables.device.compilation import compile_model
 from trainables.device.decode import check_decoder
 from trainables.device.tensor_format import tensor_format
-from trainables.distributed.group import Group, from_rank, gather_objects
+from trainables.distributed.group import Group, broadcast_result, gather_objects
 from trainables.distributed.pipeline.layout import Layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
@@ -44,9 +44,9 @@ log = logging.getLogger("raydistill")
 
 
 def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
-    """The class names, and this rank's loaders of the training and the validation split."""
+    """Return the class names, and this rank's training and validation loaders."""
     data, device = config.data, layout.replicas.device
-    kind = partial(PipelineLoader, hosts=layout.hosts) if layout.pipeline.world_size > 1 else Loader
+    kind = partial(PipelineLoader, cpu_group=layout.cpu_group) if layout.pipeline.world_size > 1 else Loader
     if not isinstance(data.loader_workers, int):
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
     check_decoder(data, device, max(1, data.loader_workers))
@@ -73,27 +73,27 @@ def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], 
 
 
 class Models(NamedTuple):
-    """What a rank has of a job's models."""
+    """This rank's part of a job's models."""
 
     config: TrainConfig
-    """The job's, with the cut into pipeline stages that it leaves open."""
+    """The job's configuration, now with the cut into pipeline stages."""
     name: str
-    """The student's in full."""
+    """The student's full name."""
     module: DistillationModule
-    """The student, or a pipeline stage of it, and its methods, which the last stage has."""
+    """The student or this rank's pipeline stage of it, and the methods, which are on the last stage."""
     teacher: TeacherInterface
     embedding: TapReader | None
-    """None for a student with a classifier."""
+    """Reads the student's embedding; None for a student with a classifier."""
 
 
 def build_models(
     config: TrainConfig, layout: Layout, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection]
 ) -> Models:
-    """The student with its methods, on its device, and the teacher that they read. Every rank calls it."""
-    in_pipeline, device, seen = layout.pipeline.world_size > 1, layout.replicas.device, trained_model_input(config)
+    """Build the student with its methods, on the device, and the teacher. Every rank must call this."""
+    in_pipeline, device, model_input = layout.pipeline.world_size > 1, layout.replicas.device, trained_model_input(config)
     name, student = build_student(config, Group() if in_pipeline else layout.replicas, len(classes))
     if config.weights is not None:
-        fit: dict[str, Any] = {"image_size": seen.image_size, "classes": classes, "seed": config.seed}
+        fit: dict[str, Any] = {"image_size": model_input.image_size, "classes": classes, "seed": config.seed}
         begin_with(student, config.model, config.weights, **fit, weights_key=config.weights_key)
     if config.freeze:
         student.requires_grad_(False)
@@ -110,10 +110,10 @@ def build_models(
     if in_pipeline:
         config = cut_student(config, layout, module, networks, teacher_is_sharded=sharded)
     if layout.is_first:
-        take_pixels(student, seen)
+        take_pixels(student, model_input)
         student.to(tensor_format(config)[0])
     if layout.job.is_main:
-        log.info("%s: student %s sees %s", config.stage, name, seen)
+        log.info("%s: student %s sees %s", config.stage, name, model_input)
         if methods_with_teacher(config):
             for each in config.all_teachers:
                 log.info("%s: teacher %s sees %s", config.stage, each.model, teacher_input(each, config.data))
@@ -126,14 +126,14 @@ def build_models(
     dtype, memory_format = tensor_format(config)
     module.methods.to(device, dtype)
     for parameter in module.methods.parameters():
-        if parameter.dim() == 4:  # its gradient comes in the images' format, and DDP copies one of another format than its own
+        if parameter.dim() == 4:  # match the gradient's memory format: otherwise DDP copies it
             parameter.data = parameter.data.to(dtype, memory_format=memory_format)
     compile_model(student, config.train.compile)
     return Models(config, name, module, teacher, embedding)
 
 
 def build_job_optimizers(config: TrainConfig, module: DistillationModule) -> tuple[LossOptimizer, ...]:
-    """See `build_optimizers`; of an init stage the one that its methods' losses have."""
+    """Build the optimizers, see `build_optimizers`; an init stage has a single one."""
     if config.init_stage:
         return (init_optimizer(module, config.optim),)
     return build_optimizers(module.student, module.methods_by_name, config.optim)
@@ -142,17 +142,17 @@ def build_job_optimizers(config: TrainConfig, module: DistillationModule) -> tup
 def build_checkpoint_state(
     models: Models, optimizers: Sequence[LossOptimizer], layout: Layout, classes: Sequence[str], loaders: tuple[Loader, Loader]
 ) -> CheckpointState:
-    """What a checkpoint of the job holds, before the first step. Every rank calls it."""
+    """Build the state that checkpoints store, before the first step. Every rank must call this."""
     config, module, data = models.config, models.module, None
     if config.train.max_steps is None:
-        data = from_rank(lambda: data_identity(*(loader.source for loader in loaders)), layout.job)
+        data = broadcast_result(lambda: data_identity(*(loader.source for loader in loaders)), layout.job)
     return CheckpointState(
         student=module.student,
         methods=module.methods,
         optimizers=[each.optimizer for each in optimizers],
         scaler=torch.amp.GradScaler(layout.replicas.device.type, enabled=config.precision == "fp16"),
         progress=Progress(),
-        about=describe_model(config, models.name, classes),
+        metadata=describe_model(config, models.name, classes),
         data=data,
         average=None if (decay := config.optim.ema_decay) is None else WeightAverage(module.student, module.methods, decay),
         pipeline_stages=layout.writers,
@@ -160,24 +160,24 @@ def build_checkpoint_state(
 
 
 def restore(state: CheckpointState, config: TrainConfig, stage: StageDir, group: Group, steps_per_epoch: int) -> None:
-    """Continue from the stage's last checkpoint, whose unfinished epoch begins again where it was trained on other data.
+    """Resume from the stage's last checkpoint. If the data has changed since, restart the unfinished epoch.
 
-    Raises DataError where that is not accepted, CheckpointError: see `checkpoint.restore`.
+    Raises DataError if that is not accepted, CheckpointError: see `checkpoint.restore`.
     """
     before = checkpoint.restore(stage.last, state, group, config.accepted_data)
     if before is None or state.data is None or state.progress.epoch >= config.optim.epochs:
         return
-    state.progress.begin_epoch_on_other_data(steps_per_epoch, forget_best=before.val != state.data.val)
+    state.progress.restart_epoch_on_other_data(steps_per_epoch, forget_best=before.val != state.data.val)
     if group.is_main:
         changes = ", ".join(data_changes(before, state.data))
-        log.warning("%s: other data from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)
+        log.warning("%s: the data has changed from epoch %d on: %s", config.stage, state.progress.epoch + 1, changes)
 
 
 def describe_model(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
-    about = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
-    seen = trained_model_input(config)
-    about |= asdict(seen)
-    if seen.image_size == config.data.image_size:  # else it is of crops that the model resizes
-        about["val_resize"] = config.data.val_resize
-    about["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
-    return about
+    metadata = {"stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed}
+    model_input = trained_model_input(config)
+    metadata |= asdict(model_input)
+    if model_input.image_size == config.data.image_size:  # otherwise the model resizes the crops
+        metadata["val_resize"] = config.data.val_resize
+    metadata["pipeline"] = config.scale.model_dump(mode="json", include={"pipeline_stages", "cut"})
+    return metadata

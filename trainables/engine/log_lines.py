@@ -1,7 +1,7 @@
-"""The lines of a training's log: means over the steps since the line before, over all ranks.
+"""The log lines of training: means over the steps since the previous line, over all ranks.
 
-Nothing waits for a GPU here: what a line says is on its way to the host while the next steps are trained, and read with the next
-line. On a CPU it is there at once.
+Nothing here waits for a GPU. The numbers of a line travel to the host while the next steps run, and are read when the next line
+begins. On a CPU they are read at once.
 """
 
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger("raydistill")
 
 
 def log_step(job: Job, step_in_epoch: int) -> None:
-    """Begin a line, and write the one that began before; on a CPU this one too. Every rank calls it.
+    """Write the pending line and begin the next one; on a CPU, write that one too. Every rank must call this.
 
     Raises TrainingError: see `write_log_line`.
     """
@@ -35,16 +35,16 @@ def log_step(job: Job, step_in_epoch: int) -> None:
         _learning_rate(train_state),
         metrics.throughput.end(job.progress.step),
         metrics.timer.end_window(),
-        ToHost(_totals(job), replica_checksums(train_state.distillation_module, job.group)),
+        ToHost(_take_totals(job), replica_checksums(train_state.distillation_module, job.group)),
     )
     if not job.writes_log_late:
         write_log_line(job)
 
 
 def write_log_line(job: Job) -> None:
-    """Check, report and log the line that was begun, if any; on a GPU it waits for the line's last step. Every rank calls it.
+    """Check, report and log the pending line, if any. On a GPU this waits for the line's last step. Every rank must call it.
 
-    Raises TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
+    Raises TrainingError: on every rank, if a loss is not finite or replicas disagree.
     """
     if job.log_line is None:
         return
@@ -74,11 +74,11 @@ def write_log_line(job: Job) -> None:
     passed = progress.epoch + line.step_in_epoch / job.epochs.steps_per_epoch
     job.report("step", line.step, passed, {f"train/{name}": value for name, value in values.items()})
     if job.group.is_main:
-        _write(job, line, now, values)
+        _log_line(job, line, now, values)
 
 
-def _totals(job: Job) -> Tensor:
-    """Over all ranks, float64: the sums since the last line, which are reset, how many ranks had a bad loss, the noise's sums."""
+def _take_totals(job: Job) -> Tensor:
+    """Take and reset the sums, the number of ranks with a non-finite loss, and the noise sums: float64, over all ranks."""
     train_state = job.train_state
     parts = [train_state.sums.values_N, (train_state.sums.bad_step >= 0).double().reshape(1)]
     if train_state.update.noise is not None:
@@ -88,13 +88,13 @@ def _totals(job: Job) -> Tensor:
 
 
 def _learning_rate(train_state: TrainState) -> float:
-    """The rate of the optimizer that minimises the task's loss; an init stage has one alone."""
-    of_task = max(train_state.optimizers, key=lambda each: "task" in each.losses)
-    return float(of_task.optimizer.param_groups[0]["lr"])
+    """Return the rate of the optimizer for the task loss; an init stage has only one optimizer."""
+    task_optimizer = max(train_state.optimizers, key=lambda each: "task" in each.losses)
+    return float(task_optimizer.optimizer.param_groups[0]["lr"])
 
 
-def _write(job: Job, line: PendingLine, now: Mapping[str, float], reported: Mapping[str, float]) -> None:
-    """`now`: means since the last line; `reported`: the step's record."""
+def _log_line(job: Job, line: PendingLine, now: Mapping[str, float], reported: Mapping[str, float]) -> None:
+    """Log a line. `now` holds the means since the last line, `reported` the step's record."""
     in_epoch = means(job.train_state, job.progress.partial)
     shown = {"loss": "Loss %.4f (%.4f)", "top1_pct": "Acc@1 %.2f (%.2f)", "top5_pct": "Acc@5 %.2f (%.2f)"}
     learned = "  ".join(text % (now[name], in_epoch[name]) for name, text in shown.items() if name in now)

@@ -20,12 +20,12 @@ from trainables.methods.contract import Method
 from trainables.methods.distillation_module import DistillationModule
 
 LossKeys = frozenset[str]
-"""`task`, and `method/term` of terms of methods."""
+"""`task`, and `method/term` for the methods' terms."""
 
 
 @dataclass(frozen=True)
 class LossOptimizer:
-    """An optimizer, its settings, the losses that it minimises, and the parameters that it changes."""
+    """An optimizer with its settings, the losses that it minimizes, and the parameters that it changes."""
 
     losses: LossKeys
     optimizer: torch.optim.Optimizer
@@ -39,49 +39,49 @@ class LossOptimizer:
 
 
 class DotSGD(torch.optim.SGD):
-    """SGD of DOT for the task or for the methods: its settings depend on whether the other's gradient arrives too, in this step.
+    """DOT's SGD for the task or for the methods: a parameter's settings depend on whether both reach it in this step.
 
-    As in the authors' code (mdistiller): a parameter that one of the two alone reaches has the momentum μ and weight decay; where
-    both do, the task's momentum is μ − Δ and the methods' μ + Δ without weight decay. The methods' first step of a parameter has
-    none in either case.
+    As in the authors' code (mdistiller), a parameter that only one of the two reaches has the momentum μ and weight decay. If
+    both reach it, the task's momentum is μ − Δ and the methods' μ + Δ without weight decay. The methods' first step on a
+    parameter never has weight decay.
     """
 
     def __init__(self, groups: list[dict[str, Any]], optim: OptimConfig, shared_settings: Mapping[str, float]) -> None:
-        """`shared_settings` replace a group's own for the parameters that both reach."""
+        """`shared_settings` replace a group's settings for parameters that both reach."""
         fused = any(p.is_cuda for group in groups for p in group["params"]) or None
         super().__init__(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
         self._shared_settings = dict(shared_settings)
         self.shared: Set[nn.Parameter] = frozenset()
-        """The parameters that the gradients of both reach in this step."""
+        """The parameters that both reach in this step."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Change what has a gradient, in two passes, since a group's settings apply to all of it."""
+        """Update the parameters in two passes, because settings apply to a whole group."""
         gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         own_settings = [{name: group[name] for name in self._shared_settings} for group in self.param_groups]
-        # A first step has no momentum yet: weight decay is all that its settings change.
+        # On a first step momentum has no effect yet, so the shared settings only change weight decay.
         has_first = bool(self._shared_settings["momentum"])
         shared = {p for p in gradients if p in self.shared or (has_first and "momentum_buffer" not in self.state[p])}
         init_momentum_buffers(self)
-        self._step_some(gradients, gradients.keys() - shared)
+        self._step_subset(gradients, gradients.keys() - shared)
         for group in self.param_groups:
             group.update(self._shared_settings)
-        self._step_some(gradients, shared)
+        self._step_subset(gradients, shared)
         for group, own in zip(self.param_groups, own_settings, strict=True):
             group.update(own)
         for p, gradient in gradients.items():
             p.grad = gradient
 
-    def _step_some(self, gradients: Mapping[nn.Parameter, torch.Tensor], some: Set[nn.Parameter]) -> None:
+    def _step_subset(self, gradients: Mapping[nn.Parameter, torch.Tensor], subset: Set[nn.Parameter]) -> None:
         for p, gradient in gradients.items():
-            p.grad = gradient if p in some else None
+            p.grad = gradient if p in subset else None
         super().step()
 
 
 def group_losses(methods: Mapping[str, Method], optim: OptimConfig) -> list[tuple[LossKeys, OptimConfig]]:
-    """Every loss of a job in one group: those that share an optimizer, and its settings.
+    """Group all losses of a job by optimizer, each group with its settings.
 
-    `optim.losses` names losses with one of their own: `task`, a term, or what is left of a method's terms. dot has one for the
-    task and one for all others.
+    `optim.losses` names losses with their own optimizer: `task`, a term, or a method for the rest of its terms. dot has one
+    optimizer for the task and one for all other losses.
     """
     terms = {key: frozenset(f"{key}/{term}" for term in method.terms) for key, method in methods.items()}
     rest = frozenset({"task"}).union(*terms.values())
@@ -94,16 +94,15 @@ def group_losses(methods: Mapping[str, Method], optim: OptimConfig) -> list[tupl
 
 
 def _parameters_of(losses: LossKeys, student: nn.Module, methods: Mapping[str, Method]) -> list[nn.Parameter]:
-    """What these losses train, in the same order on all ranks: the student, and its own modules where a loss is a method's."""
+    """Return what these losses train, in the same order on all ranks: the student, and the modules of their methods."""
     own = [method for key, method in methods.items() if any(loss.partition("/")[0] == key for loss in losses)]
     return list(dict.fromkeys(parameter for module in (student, *own) for parameter in module.parameters()))
 
 
 def build_optimizers(student: nn.Module, methods: Mapping[str, Method], optim: OptimConfig) -> tuple[LossOptimizer, ...]:
-    """One optimizer for everything, or several as `optim.losses` or `optim.name: dot` say.
+    """Build one optimizer for everything, or several with `optim.losses` or `optim.name: dot`.
 
-    DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
-    gradient has the momentum μ − Δ and the methods' μ + Δ, see `DotSGD`.
+    For DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1) see `DotSGD`.
 
     Raises ModelError: see `learning_rate_scales`.
     """
@@ -125,6 +124,6 @@ def build_optimizers(student: nn.Module, methods: Mapping[str, Method], optim: O
 
 
 def init_optimizer(module: DistillationModule, optim: OptimConfig) -> LossOptimizer:
-    """The one of an init stage, for the methods' losses and what these train there."""
+    """Build an init stage's optimizer, for the methods' losses and the parameters that they train there."""
     parameters = module.init_parameters
     return LossOptimizer(frozenset(module.term_names), build_optimizer(parameters, optim, {}), optim, parameters)

@@ -1,7 +1,8 @@
-"""The losses of a micro-batch: the labels' and the methods', each of samples, (B,), or of the global batch, a scalar.
+"""The losses of a micro-batch: the task loss on the labels and the terms of the methods.
 
-Losses of samples stay (B,) until they are summed, so that a gradient weights samples, not ranks or micro-batches; a loss of the
-global batch is the same on every rank. Shapes: B batch of this rank, K classes.
+Each term is either per sample, shape (B,), or one scalar for the global batch that is the same on every rank. Per-sample losses
+stay (B,) until they are summed, so that a gradient weights all samples equally, whatever their rank or micro-batch.
+Shapes: B this rank's batch, K classes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,10 @@ NO_LABEL = -1
 
 @dataclass(frozen=True)
 class TaskLoss:
-    """The labels' loss of each sample (B,), with the labels of both images where two are mixed.
+    """The per-sample loss on labels, (B,). For mixed images it uses the labels of both.
 
-    `label_smoothing`: a class has the target 1 - ε + ε/K, and the others ε/K (Szegedy et al. 2016). `bce`: binary cross-entropy
-    of each class, its mean over classes; with a threshold a target above it is 1, and others are 0 (Wightman et al. 2021,
+    `label_smoothing`: the target is 1 - ε + ε/K for the label and ε/K for every other class (Szegedy et al. 2016). `bce`: binary
+    cross-entropy, averaged over classes; with `bce_threshold`, targets above it become 1 and all others 0 (Wightman et al. 2021,
     "ResNet strikes back").
     """
 
@@ -39,7 +40,7 @@ class TaskLoss:
         return cls(train.label_smoothing, train.task_loss == "bce", train.bce_threshold)
 
     def __call__(self, logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
-        """That of the label -1 is 0; with `bce` there is none."""
+        """Return the losses (B,). A sample with the label -1 has the loss 0; `bce` does not support such labels."""
         if self.bce:
             return self._binary(logits_BK, labels_B, mix)
         plain_B = self._cross_entropy(logits_BK, labels_B)
@@ -66,14 +67,14 @@ class Losses(NamedTuple):
     """The losses of a micro-batch, and their terms."""
 
     weighted: dict[str, Tensor]
-    """`task` and `method/term` of every term, weighted: each (B,), of samples, or a scalar, of the global batch."""
+    """The weighted losses `task` and `method/term`: each (B,), or a scalar for the global batch."""
     named: dict[str, Tensor]
-    """Each (B,) or a scalar: `loss`, `task_loss`, `distill_loss`, and the methods' terms, unweighted."""
+    """`loss`, `task_loss`, `distill_loss`, and the unweighted terms of the methods: each (B,) or a scalar."""
 
     def total(self, weight: Tensor | float, keys: frozenset[str] | None = None) -> Tensor:
-        """This rank's loss (scalar), or that of some: DDP's mean over ranks is that of the global batch.
+        """Return this rank's loss (scalar), scaled so that DDP's mean over ranks is the loss of the global batch.
 
-        `weight` is that of a sample's loss, see `GlobalCount.weight`.
+        `weight` scales per-sample losses, see `GlobalCount.weight`. `keys` selects some of the losses.
         """
         terms = [term for key, term in self.weighted.items() if keys is None or key in keys]
         per_sample, per_batch = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
@@ -83,7 +84,7 @@ class Losses(NamedTuple):
         return _sum([*sums, *per_batch])
 
     def with_task_scale(self, scale: Tensor | float) -> "Losses":
-        """The losses with the labels' multiplied, see `GlobalCount.task_scale`."""
+        """Return the losses with the task loss multiplied by `scale`, see `GlobalCount.task_scale`."""
         task = self.weighted["task"]
         loss, task_loss = (self.named["loss"] + (scale - 1) * task).detach(), scale * self.named["task_loss"]
         return Losses({**self.weighted, "task": scale * task}, {**self.named, "loss": loss, "task_loss": task_loss})
@@ -100,15 +101,16 @@ def compute_losses(
     weights: Mapping[str, float | Tensor],
     task_loss: TaskLoss = TaskLoss(),
 ) -> Losses:
-    """task_weight·CE + Σ over methods of weight·Σ terms; without labels (None) there is no task, and the CE is 0. `weights`
-    are for all samples, or for each, (B,). `task_loss` may be another one than the CE.
+    """Compute task_weight·CE + Σ over methods of weight·Σ terms. Without labels (None) the CE is 0.
 
-    The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
-    auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
-    One of weight 0 is 0, also where it is not finite, as in fp16. Of the task so are the gradients of its logits; a method's term
-    that is not finite still has gradients that are not.
+    `weights` hold a float for all samples or a tensor (B,). `task_loss` may be something other than the CE.
 
-    Raises ExperimentError: a term is neither, which torch would broadcast.
+    Mixed images have share·CE(own label) + (1 - share)·CE(other label); methods see the image as it is. The CE of auxiliary
+    heads (Inception) is part of the task loss. Every term stays in the graph, even with weight 0, because DDP waits for each
+    gradient. A term with weight 0 counts as 0 even if it is not finite, as happens in fp16. The gradients of a task loss with
+    weight 0 are 0 too, but a method's term that is not finite still has non-finite gradients.
+
+    Raises ExperimentError: a term has another shape, which torch would broadcast.
     """
     rows = len(outputs.logits_BK)
     for key, terms in outputs.terms.items():
@@ -124,7 +126,7 @@ def compute_losses(
         task_B = task_loss(outputs.logits_BK, labels_B, mix)
         for weight, aux_BK in outputs.aux:
             task_B = task_B + weight * task_loss(aux_BK, labels_B, mix)
-        # The cross-entropy of what is not finite has no finite gradient, whatever it is multiplied by.
+        # Multiplying by 0 is not enough: non-finite logits would still give non-finite gradients.
         weighted_task_B = weights["task"] * task_B if weights["task"] else _no_task(outputs)
     named = {f"{key}/{name}": term for key, terms in outputs.terms.items() for name, term in terms.items()}
     distilled = {
@@ -139,12 +141,12 @@ def compute_losses(
 
 
 def _no_task(outputs: DistillationOutputs) -> Tensor:
-    """The task's loss (B,) where nothing is learned by it."""
+    """Return a task loss (B,) of zeros with zero gradients."""
     return sum((_zeros(aux_BK).sum(1) for _, aux_BK in outputs.aux), _zeros(outputs.logits_BK).sum(1))
 
 
 def _zeros(values: Tensor) -> Tensor:
-    """Zeros in place of these values, in the graph with them."""
+    """Return zeros that are connected to `values` in the graph."""
     return values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0)
 
 
@@ -155,7 +157,7 @@ def _times(weight: float | Tensor, term: Tensor) -> Tensor:
 
 
 def num_labeled(labels_B: Tensor, mix: Mix | None) -> Tensor:
-    """How many images have a label (scalar, float64), mixed ones by the shares that have: what a `TaskLoss` adds up over."""
+    """Count the images that have a label (scalar, float64). A mixed image counts by the shares of its labeled parts."""
     own_B = (labels_B != NO_LABEL).double()
     if mix is not None:
         own_B = mix.share_B * own_B + (1 - mix.share_B) * (mix.labels_B != NO_LABEL)

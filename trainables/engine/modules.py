@@ -1,4 +1,4 @@
-"""Build the student with its methods, and the teacher that they read, from a job's configuration. Knows no Ray.
+"""Build the student, its methods and the teacher from a job's configuration. Knows no Ray.
 
 Shapes: M training samples.
 """
@@ -41,15 +41,14 @@ def build_modules(
     loader: Loader,
     connections: Sequence[TeacherConnection] = (),
 ) -> tuple[DistillationModule, TeacherInterface | None]:
-    """The student with its methods, on the CPU, and the teacher where a method reads one: a network, still on the CPU, a cache or
-    a service.
+    """Build the student's methods, on the CPU, and the teacher if one is read: a network on the CPU, a cache or a service.
 
     `connections` lead to the actors of `teacher.service`.
 
     Raises:
         ExperimentError: methods and options do not fit together.
-        ModelError: a model does not fit the images, or has not the taps that a method reads.
-        CheckpointError: the teacher's file is damaged, or of another model or other classes.
+        ModelError: a model does not fit the images, or lacks a tap that a method reads.
+        CheckpointError: the teacher's file is damaged, or has another model or other classes.
     """
     methods = methods_with_teacher(config)
     has_teacher = bool(methods) and any(each.weights is not None for each in config.all_teachers)
@@ -87,7 +86,7 @@ def _cached(
 
 
 def reads_features(methods: Sequence[SelectedMethod]) -> bool:
-    """Whether rows of the teacher's outputs hold features: their shapes are then the network's, of which rows may be cached."""
+    """Return whether rows of teacher outputs hold features, whose shapes only the network knows."""
     return any(method.teacher_taps for method in methods)
 
 
@@ -101,55 +100,55 @@ def method_reads(methods: Sequence[SelectedMethod], readers: Sequence[TapReader]
 
 
 def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
-    """The methods with which a job's model is trained, in its init stage or after it; none where it learns labels alone."""
+    """Return the methods of a job, including those of its init stage; none if the model learns only labels."""
     return select_methods(config.distill) if config.distill is not None else ()
 
 
 def stage_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
-    """Those that have a loss in this job; with several teachers one for each where it reads more than logits."""
+    """Return the methods with a loss in this stage. One that reads more than logits appears once per teacher."""
     methods = for_teachers(selected_methods(config), config.shares)
     return tuple(method for method in methods if (init_epochs(method.options) if config.init_stage else method.terms))
 
 
 def methods_with_teacher(config: TrainConfig) -> tuple[SelectedMethod, ...]:
-    """Those of `stage_methods` that read a teacher."""
+    """Return those of `stage_methods` that read a teacher."""
     return tuple(method for method in stage_methods(config) if method.requires.teacher)
 
 
 def build_distillation_module(
     config: TrainConfig, group: Group, student: nn.Module, teachers: Sequence[nn.Module], num_classes: int, labels_M: Tensor
 ) -> tuple[DistillationModule, list[TapReader]]:
-    """The student with the methods of a job, and the reader of each network of `teachers` for them.
+    """Build the distillation module of a job, and a reader for each network of `teachers`.
 
-    `teachers` are none where no method reads one, or its logits alone, cached or served. Of their weights only those are read
-    that the student takes over: untrained models fit if the trained ones do.
+    `teachers` is empty if no method reads a teacher, or only logits that are cached or served. Only weights that the student
+    takes over are read, so untrained networks will do for a check.
 
     Raises:
-        ExperimentError: methods and options do not fit together, or not these models.
-        ModelError: a model has not the taps that a method reads.
+        ExperimentError: methods and options do not fit together, or do not fit these models.
+        ModelError: a model lacks a tap that a method reads.
     """
-    selected, of_stage = selected_methods(config), stage_methods(config)
+    selected, active = selected_methods(config), stage_methods(config)
     weight = 0.0 if not num_classes else task_weight(config.distill, selected) if config.distill is not None else 1.0
     problem = first_problem_of_methods(lambda: selected, config, num_classes, METHOD_RULES) or labels_are_used(config, selected)
     if problem:
         raise ExperimentError(problem)
-    if not of_stage:
+    if not active:
         return DistillationModule(student, task_weight=weight), []
     if num_classes == 2:
-        _notice_idle_terms(of_stage)
+        _notice_idle_terms(active)
     size, with_teacher = config.data.image_size, methods_with_teacher(config)
     for teacher in teachers:
         _prepare_teacher(teacher, student, group, selected, size)
     readers = teacher_readers(config, teachers, with_teacher) if teachers else []
     student_taps = TapReader(
         student,
-        {each.key: each.student_taps for each in of_stage},
+        {each.key: each.student_taps for each in active},
         name=config.model,
         image_size=size,
-        without_logits=[each.key for each in of_stage if not each.requires.logits],
+        without_logits=[each.key for each in active if not each.requires.logits],
     )
     methods = {}
-    for method in of_stage:
+    for method in active:
         own = readers if method.teacher is None else readers[method.teacher : method.teacher + 1]
         context = BuildContext(
             student=student_taps.spec(method.key),
@@ -164,7 +163,7 @@ def build_distillation_module(
             init_stage=config.init_stage,
         )
         methods[method.key] = method.build(context)
-    numbers, dropping = {each.key: each.teacher for each in of_stage if each.teacher is not None}, None
+    numbers, dropping = {each.key: each.teacher for each in active if each.teacher is not None}, None
     if numbers and config.distill is not None and config.distill.teacher_dropping and not config.init_stage:
         dropping = TeacherDropping(config.distill.teacher_dropping, config.seed, numbers, config.shares)
     module = DistillationModule(
@@ -183,13 +182,13 @@ def build_distillation_module(
 def _notice_idle_terms(methods: Sequence[SelectedMethod]) -> None:
     for method in methods:
         if idle := method.method_class.idle_with_two_classes:
-            notice(f"distill.method: {method.key} with two classes: {idle}, and its other term alone teaches the student")
+            notice(f"distill.method: {method.key} with two classes: {idle}, so only its other term teaches the student")
 
 
 def _prepare_teacher(
     teacher: nn.Module, student: nn.Module, group: Group, methods: Sequence[SelectedMethod], image_size: int
 ) -> None:
-    """Give the student the teacher's classifier, and the teacher batch statistics, where a method is so."""
+    """Give the student the teacher's classifier, and let the teacher use batch statistics, where a method requires this."""
     if isinstance(student, ReusedClassifier):
         student.reuse(teacher, image_size)
     for method in methods:
@@ -199,11 +198,11 @@ def _prepare_teacher(
 
 
 def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[str, nn.Module]:
-    """The student's full name and the student on its device."""
+    """Build the student on its device. Return its full name and the student."""
     name = student_name(config.model, config.teacher, selected_methods(config))
     student = build_model(name, num_classes=num_classes, image_size=trained_model_input(config).image_size, seed=config.seed)
     for size in (each.image_size for each in config.train.progressive):
-        fixed = "leave train.progressive out, or for a transformer of timm write student.args: {dynamic_img_size: true}"
+        fixed = "remove train.progressive, or for a timm transformer write student.args: {dynamic_img_size: true}"
         check_forward(student, size, num_classes, name=name, training=True, instead=fixed)
     if config.train.progressive and config.train.max_steps is not None:
         notice(f"train.progressive: a timing run trains at data.image_size {config.data.image_size}")

@@ -1,4 +1,4 @@
-"""A timing run without one part of its steps, which shows what that part costs. Its numbers mean nothing but time."""
+"""Leave one part out of a timing run's steps, to show what that part costs. Only the times of such a run mean anything."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 
 def repeat_first(batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
-    """The first batch of an epoch again and again, as if it stood at the position of each; the loader is at rest meanwhile."""
+    """Repeat the first batch at the position of each batch, while the loader is idle."""
     with contextlib.closing(batches):
         first = next(batches)
     for step in itertools.count(1):
@@ -21,12 +21,12 @@ def repeat_first(batches: Generator[Batch, None, None]) -> Generator[Batch, None
 
 
 class RepeatedTeacher(TeacherInterface):
-    """A teacher that runs once for each shape of a micro-batch, and returns those outputs again."""
+    """A teacher that runs once per micro-batch shape, and then returns the same outputs."""
 
     def __init__(self, teacher: TeacherInterface) -> None:
-        """Raises ExperimentError: all ranks have to call it equally often."""
+        """Raises ExperimentError: all ranks would have to call the teacher equally often."""
         if teacher.is_collective:
-            raise ExperimentError("teacher.placement: a sharded teacher cannot be left out of the steps of one worker alone")
+            raise ExperimentError("teacher.placement: cannot leave a sharded teacher out of the steps of a single worker")
         self.teacher, self._outputs = teacher, dict[tuple[int, ...], dict[str, ModelOutputs]]()
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:

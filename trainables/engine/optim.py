@@ -18,13 +18,12 @@ from trainables.models.tap_names import last_layer
 def parameter_groups(
     parameters: Iterable[nn.Parameter], optim: OptimConfig, lr_scales: Mapping[nn.Parameter, float]
 ) -> list[dict[str, Any]]:
-    """The trainable ones of these parameters, in groups of one weight decay and one `lr_scale`, by which the learning rate is
-    multiplied (absent: 1).
+    """Group the trainable parameters by weight decay and `lr_scale`, the factor on their learning rate (default 1).
 
-    Without `decay_norm_and_bias` every parameter of at most one dimension (norm scales and shifts, biases) has no weight decay,
+    Without `decay_norm_and_bias`, parameters with at most one dimension (norm scales and shifts, biases) have no weight decay,
     as in Goyal et al. 2017 and He et al. 2019, "Bag of Tricks".
     """
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): []}  # the first one, maybe empty, has `learning_rate`
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {(True, 1.0): []}  # the first group, maybe empty, has the logged rate
     for p in parameters:
         if p.requires_grad:
             groups.setdefault((optim.decay_norm_and_bias or p.ndim > 1, lr_scales.get(p, 1.0)), []).append(p)
@@ -35,19 +34,19 @@ def parameter_groups(
 
 
 def learning_rate_scales(model: nn.Module, optim: OptimConfig) -> dict[nn.Parameter, float]:
-    """What `layer_decay` and `lr_head` multiply the learning rate of a model's parameters by; absent: 1.
+    """Return the factors of `layer_decay` and `lr_head` on the learning rate of parameters; missing ones have 1.
 
-    The layers are timm's, with which it decays too (`param_groups_layer_decay`, after BEiT, Bao et al. 2021).
+    Layers are numbered as in timm's `param_groups_layer_decay` (after BEiT, Bao et al. 2021).
 
-    Raises ModelError: the model is not timm's, and its layers are not known.
+    Raises ModelError: the model does not define its layers as timm's models do.
     """
     scales: dict[nn.Parameter, float] = {}
     if optim.layer_decay is not None:
         matcher = getattr(model, "group_matcher", None)
         if matcher is None:
             raise ModelError(
-                f"layer_decay: {type(model).__name__} does not say what its layers are, as timm's models do: write a model of "
-                "timm's (timm/NAME), or leave layer_decay out"
+                f"layer_decay: {type(model).__name__} does not define its layers, as timm's models do: choose a timm model "
+                "(timm/NAME), or remove layer_decay"
             )
         from timm.models import group_parameters
 
@@ -62,9 +61,9 @@ def learning_rate_scales(model: nn.Module, optim: OptimConfig) -> dict[nn.Parame
 
 
 def clipping(optim: OptimConfig, model: nn.Module) -> Callable[[Sequence[nn.Parameter]], object] | None:
-    """What bounds the gradients of parameters before a step, as one of the keys `clip_grad_…` says; None: nothing.
+    """Return a function that clips gradients as one of the keys `clip_grad_…` says, or None.
 
-    AGC (Brock et al. 2021) is timm's, and leaves out the model's classifier as the paper does. Raises ExperimentError: no timm.
+    AGC (Brock et al. 2021) uses timm, and skips the classifier as in the paper. Raises ExperimentError: timm is not installed.
     """
     if optim.clip_grad_norm is not None:
         return partial(nn.utils.clip_grad_norm_, max_norm=optim.clip_grad_norm)
@@ -75,43 +74,43 @@ def clipping(optim: OptimConfig, model: nn.Module) -> Callable[[Sequence[nn.Para
     try:
         from timm.utils.agc import adaptive_clip_grad
     except ImportError:
-        text = "it needs timm, which is not installed: `pip install raydistill[timm]`, or write clip_grad_norm"
+        text = "timm is not installed: run `pip install raydistill[timm]`, or write clip_grad_norm"
         raise ExperimentError.of_key("optim.clip_grad_agc", text) from None
     head = last_layer(model)
     heads = head if isinstance(head, tuple) else (head,)
-    left_out = {p for module in heads if isinstance(module, nn.Module) for p in module.parameters()}
+    skipped = {p for module in heads if isinstance(module, nn.Module) for p in module.parameters()}
     limit = optim.clip_grad_agc
-    return lambda parameters: adaptive_clip_grad([p for p in parameters if p not in left_out], clip_factor=limit)
+    return lambda parameters: adaptive_clip_grad([p for p in parameters if p not in skipped], clip_factor=limit)
 
 
 def parameter_copies(optim: OptimConfig) -> int:
-    """How many times its own memory a trained parameter takes, with its gradient, the optimizer's state and its average."""
+    """Return the memory of a trained parameter with its gradient, optimizer state and EMA, as a multiple of the parameter."""
     averages = 0 if optim.ema_decay is None else 1
     each = 1 + num_states(optim)
-    return 1 + averages + (2 * each if optim.name == "dot" else each)  # dot is SGD twice, each with a gradient and a momentum
+    return 1 + averages + (2 * each if optim.name == "dot" else each)  # dot is two SGDs, each with gradient and momentum
 
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter], optim: OptimConfig, lr_scales: Mapping[nn.Parameter, float]
 ) -> torch.optim.Optimizer:
-    """The optimizer of `optim.name`; `LossOptimizer.set_learning_rate` sets its learning rate before each step."""
+    """Build the optimizer `optim.name`. `LossOptimizer.set_learning_rate` sets its learning rate before each step."""
     groups = parameter_groups(parameters, optim, lr_scales)
     fused = any(p.is_cuda for group in groups for p in group["params"]) or None
     return build(groups, optim, fused)
 
 
 def peak_learning_rate(optim: OptimConfig, global_batch_size: int) -> float:
-    """`lr`, times batch/lr_base_batch under linear scaling (Goyal et al. 2017), or times its root."""
+    """Return `lr`, times batch/lr_base_batch with linear scaling (Goyal et al. 2017), or times its square root."""
     exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[optim.lr_scaling]
     return float(optim.lr * (global_batch_size / optim.lr_base_batch) ** exponent)
 
 
 def learning_rate(step: int, steps_per_epoch: int, optim: OptimConfig, peak: float) -> float:
-    """Learning rate of the optimizer step with index `step` (0-based): a pure function, so that nothing of it needs saving.
+    """Return the learning rate of optimizer step `step` (0-based). It depends only on the arguments, so needs no saved state.
 
-    Warm-up rises linearly to `peak`. Cosine then falls to `min_lr_factor` of it (Loshchilov & Hutter 2017, without restarts),
-    wsd stays and falls linearly to that in the last `decay_ratio` of the epochs (Hu et al. 2024, "MiniCPM"); both end there, or
-    where the cool-down begins, in which it stays. Step multiplies by `gamma` at each milestone epoch.
+    Warm-up rises linearly to `peak`. Then `cosine` falls to `min_lr_factor` of it (Loshchilov & Hutter 2017, without restarts),
+    and `wsd` stays and falls linearly to that in the last `decay_ratio` of the epochs (Hu et al. 2024, "MiniCPM"). Both finish
+    at the end or where the cool-down begins, which stays at the minimum. `step` multiplies by `gamma` at each milestone epoch.
     """
     epoch = step / steps_per_epoch
     warmup_epochs = optim.epochs_of_warmup or min(optim.warmup_steps / steps_per_epoch, optim.epochs)

@@ -1,6 +1,6 @@
-"""The optimizers that `optim.name` may name: torch's SGD and AdamW with our keys, and timm's under its own names.
+"""The optimizers for `optim.name`: torch's SGD and AdamW with our keys, and timm's under their own names.
 
-All get parameter groups, never a model: which parameters have weight decay is decided by `optim.decay_norm_and_bias` alone.
+All get parameter groups, never a model, so that only `optim.decay_norm_and_bias` decides which parameters have weight decay.
 """
 
 import inspect
@@ -29,22 +29,21 @@ def build_adamw(groups: ParameterGroups, optim: OptimConfig, fused: bool | None)
 
 
 OPTIMIZERS = {"sgd": build_sgd, "adamw": build_adamw}
-"""By `optim.name`, each of groups, settings and torch's `fused`; `dot` is SGD twice, see `loss_optimizers.build_optimizers`.
-Every other name is timm's."""
+"""Builders by `optim.name`. `dot` is two SGDs, see `loss_optimizers.build_optimizers`. All other names are timm's."""
 _OURS = (
     *("params", "lr", "weight_decay", "momentum", "nesterov", "max_grad_norm"),
     *("fused", "foreach", "capturable", "differentiable", "maximize"),
 )
-"""Arguments of an optimizer that keys of their own or this package set."""
+"""Optimizer arguments that are set by other keys or by this package."""
 
 
 def build(groups: ParameterGroups, optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
-    """The optimizer of `optim.name` with `optim.args`. Raises ExperimentError: there is none, or it has no such arguments."""
+    """Build the optimizer `optim.name` with `optim.args`. Raises ExperimentError: it does not exist, or rejects the arguments."""
     return OPTIMIZERS[optim.name](groups, optim, fused) if optim.name in OPTIMIZERS else _build_timm(groups, optim)
 
 
 def num_states(optim: OptimConfig) -> int:
-    """Tensors of a parameter's size in the optimizer's state. Raises ExperimentError: see `check_optimizer`."""
+    """Count the tensors per parameter in the optimizer's state. Raises ExperimentError: see `check_optimizer`."""
     return sum(isinstance(value, torch.Tensor) and value.numel() == _SIZE**2 for value in _state_after_step(optim).values())
 
 
@@ -53,49 +52,49 @@ def _build_timm(groups: ParameterGroups, optim: OptimConfig) -> torch.optim.Opti
     try:
         from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
     except ImportError:
-        text = f"{optim.name} is none of {', '.join(ours)}, and timm's need `pip install raydistill[timm]`"
+        text = f"{optim.name} is none of {', '.join(ours)}: for timm's optimizers, run `pip install raydistill[timm]`"
         raise ExperimentError.of_key("optim.name", text) from None
     if optim.name not in list_optimizers():
         otherwise = f"write {', '.join(ours)}, or one of timm.optim.list_optimizers(), such as lamb"
         instead = did_you_mean(optim.name.lower(), [*ours, *list_optimizers()], otherwise)
         raise ExperimentError.of_key("optim.name", f"there is no {optim.name}: {instead}")
     info = get_optimizer_info(optim.name)
-    if isinstance(info.opt_class, str):  # of a package that timm imports where it is used
+    if isinstance(info.opt_class, str):  # of a package that timm imports on use
         package = info.opt_class.partition(".")[0]
-        text = f"{optim.name} needs {package}, which is not used here: take another one, such as adamw"
+        text = f"{optim.name} needs {package}, which is not supported: choose another one, such as adamw"
         raise ExperimentError.of_key("optim.name", text)
     if info.second_order:
-        raise ExperimentError.of_key("optim.name", f"{optim.name} needs second derivatives: take another one")
+        raise ExperimentError.of_key("optim.name", f"{optim.name} needs second derivatives: choose another one")
     args = _args(info.opt_class, optim)
     if "max_grad_norm" in inspect.signature(info.opt_class).parameters:
-        args["max_grad_norm"] = None  # optim.clip_grad_norm is the one bound of it
-    # Without a momentum of ours an optimizer gets timm's default, which most ignore.
+        args["max_grad_norm"] = None  # only optim.clip_grad_norm limits the norm
+    # An unset optim.momentum gives timm's default, which most optimizers ignore.
     optimizer: torch.optim.Optimizer = create_optimizer_v2(groups, optim.name, lr=optim.lr, momentum=optim.momentum, **args)
     return optimizer
 
 
 def _args(kind: type[torch.optim.Optimizer], optim: OptimConfig) -> dict[str, Any]:
-    """`optim.args`, lists as the tuples that optimizers take. Raises ExperimentError: it has no such argument."""
-    # The fused SGD damps the first step too, and torch's others do not.
+    """Return `optim.args`, with lists as tuples. Raises ExperimentError: the optimizer has no such argument."""
+    # torch's fused SGD also dampens the first step, unlike its other versions.
     ours = (*_OURS, "dampening") if kind is torch.optim.SGD else _OURS
     known = [name for name in inspect.signature(kind).parameters if name not in ours]
     for name in optim.args:
         if name not in known:
-            instead = f"write one of {', '.join(known)}" if known else "leave it out"
-            text = f"{optim.name} takes no {name}: {instead}"
+            instead = f"write one of {', '.join(known)}" if known else "remove it"
+            text = f"{optim.name} has no argument {name}: {instead}"
             raise ExperimentError.of_key(f"optim.args.{name}", text)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in optim.args.items()}
 
 
 def check_optimizer(optim: OptimConfig) -> None:
-    """Refuse an optimizer that cannot be built or makes no step, or whose state a checkpoint cannot hold.
+    """Check that an optimizer can be built and stepped, and that checkpoints can store its state.
 
-    Raises ExperimentError: which key, and what to write.
+    Raises ExperimentError: names the key and what to write.
     """
     for slot, value in _state_after_step(optim).items():
         if not isinstance(value, torch.Tensor | int | float):
             raise ExperimentError.of_key(
-                "optim.name", f"{optim.name} keeps {slot} as {type(value).__name__}, which no checkpoint holds: take another one"
+                "optim.name", f"{optim.name} stores {slot} as {type(value).__name__}, not as a tensor: choose another one"
             )
 
 
@@ -103,8 +102,8 @@ _SIZE = 4
 
 
 def _state_after_step(optim: OptimConfig) -> Mapping[str, Any]:
-    """What the optimizer remembers of a weight (4, 4). Raises ExperimentError: it cannot be built, or makes no step."""
-    # A rate that suits float64 alone is no reason to refuse.
+    """Return the optimizer's state of a (4, 4) weight. Raises ExperimentError: the optimizer cannot be built or stepped."""
+    # Use a moderate rate: the user's may only work in float64.
     optim = optim.model_copy(update={"name": "sgd" if optim.name == "dot" else optim.name, "lr": 1e-3})
     weight = torch.nn.Parameter(torch.ones(_SIZE, _SIZE))
     try:
@@ -113,16 +112,16 @@ def _state_after_step(optim: OptimConfig) -> Mapping[str, Any]:
         optimizer.step()
     except DistillError:
         raise
-    except Exception as error:  # the arguments may be anything
+    except Exception as error:  # arbitrary arguments may raise anything
         text = f"{optim.name} does not work{' with these' if optim.args else ''} ({type(error).__name__}: {first_line(error)})"
         raise ExperimentError.of_key("optim.args" if optim.args else "optim.name", text) from error
     return dict(optimizer.state[weight])
 
 
 def plain_numbers(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> dict[str, Any]:
-    """What an optimizer remembers besides tensors: numbers of its groups that steps change, and of its parameters, by name.
+    """Return an optimizer's state other than tensors: step counts of its groups, and numbers of its parameters by name.
 
-    timm's count their steps in a group, or in a parameter's state.
+    timm's optimizers count steps in a group or in a parameter's state.
     """
     return {
         "groups": [_steps(group) for group in optimizer.param_groups],
@@ -135,13 +134,13 @@ def plain_numbers(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, st
 
 
 def _steps(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's count of steps, where it has one: LAMB's is a tensor."""
+    """Return a group's step count, if any; LAMB's is a tensor."""
     step = group.get("step")
     return {"step": step.item(), "is_tensor": True} if isinstance(step, torch.Tensor) else {} if step is None else {"step": step}
 
 
 def set_plain_numbers(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Give an optimizer's groups what `plain_numbers` has of them."""
+    """Restore the `groups` of `plain_numbers`."""
     for group, numbers in zip(optimizer.param_groups, groups, strict=True):
         if "step" in numbers:
             step = numbers["step"]
@@ -149,10 +148,10 @@ def set_plain_numbers(optimizer: torch.optim.Optimizer, groups: list[dict[str, A
 
 
 def init_momentum_buffers(sgd: torch.optim.Optimizer, *_: object) -> None:
-    """Before a step: a momentum that does not exist yet is 0, of what has a gradient.
+    """Set missing momentum buffers of parameters with a gradient to 0 before a step.
 
-    Torch's fused SGD takes memory for it as it finds it, and leaves it so where the first step overflows and is skipped; and it
-    ends in an error where some of a group have a momentum and others do not. The first step is the same: μ·0 + g.
+    torch's fused SGD allocates them uninitialized, and leaves them so if the first step overflows and is skipped. It also fails
+    if only some parameters of a group have one. The first step does not change: μ·0 + g.
     """
     for group in sgd.param_groups:
         for parameter in group["params"] if group["fused"] and group["momentum"] else ():

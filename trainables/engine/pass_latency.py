@@ -1,4 +1,4 @@
-"""What a step costs however few images it has: its passes timed on a single image and on larger batches, after the training.
+"""Time a step's passes after training, on a single image and on larger batches, to show its fixed costs.
 
 Shapes: B images, C=3 channels, H=W pixels.
 """
@@ -25,85 +25,83 @@ from trainables.metrics.latency import pass_seconds
 log = logging.getLogger("raydistill")
 _MAX_S, _ROUNDS = 1.0, 3
 _MAX_PASS_S = 0.5
-"""No batch is timed whose passes would take longer."""
+"""Do not time a batch whose passes would take longer."""
 _MAX_FACTOR = 64
-_WORTH_IT = 0.97
-"""A batch twice as large makes an image cheaper where it brings its time below this part of the least so far."""
-_MAX_WORSE = 2
-"""After so many in a row that do not, no larger one is timed."""
+_MIN_GAIN = 0.97
+"""Doubling the batch helps if it brings the time per image below this fraction of the minimum so far."""
+_PATIENCE = 2
+"""Stop after this many doublings in a row that do not help."""
 
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """What a training has shown of its micro-batches."""
+    """What is known of a job's micro-batches from training."""
 
     micro_batch: int
     step_s: float
-    """Seconds of a step for each of its micro-batches."""
+    """Seconds per micro-batch."""
     max_images: int
-    """The most images that a micro-batch can have: an epoch has no more."""
+    """Maximum size of a micro-batch, given the images of an epoch."""
     peak_bytes: int = 0
-    """The most GPU memory in tensors."""
+    """Peak GPU memory in tensors."""
 
 
 def inference_ms(model: nn.Module, inputs_1CHW: Tensor, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
-    """The median milliseconds of a student's forward pass on a single image, in eval mode on the device that has it."""
+    """Return the median time in ms of a student's forward pass on a single image, in eval mode on its device."""
 
     def run() -> None:
         with torch.no_grad(), autocast():
             model(inputs_1CHW)
 
-    with unchanged(model):
+    with eval_mode(model):
         return 1e3 * median(pass_seconds(run, _MAX_S / 2, inputs_1CHW.device))
 
 
 def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape) -> dict[str, float]:
-    """Milliseconds of augmentation, teacher's forward, student's forward, loss and backward, on images of zeros.
+    """Time augmentation, teacher forward, student forward, loss and backward in ms, on images of zeros.
 
-    `one_image_ms`: on one of them, which is what launching the work takes where a device has next to nothing to do.
-    `passes/N_images_ms`: on N, the micro-batch of the training and each doubling of it, until two in a row make no image cheaper
-    (one may have been disturbed), as long as there are so many images, and as that takes half a second at most. On a GPU N has
-    to fit: `passes/out_of_memory_images` is the one that did not.
+    `one_image_ms` is the time for one image, mostly for launching the work. `passes/N_images_ms` is for N images: the job's
+    micro-batch and its doublings, until two in a row make no image cheaper (one may be an outlier), or the images of an epoch
+    or half a second are exceeded. On a GPU, `passes/out_of_memory_images` is the N that did not fit.
 
-    The least of a few rounds over all of them, 1 s at most after the first: a machine whose speed changes changes it for all.
-    Where the CPU does the work waits for a free core are left out. No communication: the student and its methods are run without
-    DDP, as if this rank were alone. Nothing of the training is changed: batch norms leave their statistics as they are, gradients
-    are thrown away, and no random number is drawn.
+    Each time is the minimum over a few rounds of all sizes (1 s at most after the first), so that a change of the machine's
+    speed affects all. CPU times exclude waits for a free core. There is no communication: the student and its methods run
+    without DDP, as if this rank were alone. Training state does not change: batch norms keep their statistics, gradients are
+    discarded, and no random number is drawn.
     """
     device, found = train_state.group.device, dict[str, float]()
-    with unchanged(train_state.distillation_module):
-        least_s = {1: min(passes_s(train_state, image_size, 1) for _ in range(2))}
+    with eval_mode(train_state.distillation_module):
+        min_s = {1: min(passes_s(train_state, image_size, 1) for _ in range(2))}
         num_images, image_s, num_worse = shape.micro_batch, math.inf, 0
-        took_s = min(shape.step_s, num_images * least_s[1])  # at most
+        pass_s = min(shape.step_s, num_images * min_s[1])  # an upper bound
         max_images = min(shape.max_images, _MAX_FACTOR * shape.micro_batch)
-        while num_images <= max_images and took_s <= _MAX_PASS_S:
+        while num_images <= max_images and pass_s <= _MAX_PASS_S:
             if device.type == "cuda" and not _fits(device, shape.peak_bytes * num_images / shape.micro_batch):
-                log.info("no passes on %d images are timed: the GPU's memory is too small", num_images)
+                log.info("not timing passes on %d images: they do not fit the GPU's memory", num_images)
                 break
             now_s = min(_fitting_s(train_state, image_size, num_images) for _ in range(2))
             if now_s == math.inf:
-                log.info("no passes on %d images are timed: out of memory", num_images)
+                log.info("not timing passes on %d images: out of memory", num_images)
                 found["passes/out_of_memory_images"] = float(num_images)
                 break
-            least_s[num_images] = now_s
-            num_worse = num_worse + 1 if now_s / num_images > _WORTH_IT * image_s else 0
-            if num_worse == _MAX_WORSE:
+            min_s[num_images] = now_s
+            num_worse = num_worse + 1 if now_s / num_images > _MIN_GAIN * image_s else 0
+            if num_worse == _PATIENCE:
                 break
-            num_images, took_s, image_s = 2 * num_images, 2 * now_s, min(image_s, now_s / num_images)
+            num_images, pass_s, image_s = 2 * num_images, 2 * now_s, min(image_s, now_s / num_images)
         until_s = time.perf_counter() + _MAX_S
         for _ in range(_ROUNDS - 1):
             if time.perf_counter() < until_s:
-                least_s = {number: min(least, _fitting_s(train_state, image_size, number)) for number, least in least_s.items()}
-    timed = {f"passes/{number}_images_ms": 1e3 * seconds for number, seconds in least_s.items() if number >= shape.micro_batch}
-    return {"one_image_ms": 1e3 * least_s[1]} | timed | found
+                min_s = {number: min(seconds, _fitting_s(train_state, image_size, number)) for number, seconds in min_s.items()}
+    timed = {f"passes/{number}_images_ms": 1e3 * seconds for number, seconds in min_s.items() if number >= shape.micro_batch}
+    return {"one_image_ms": 1e3 * min_s[1]} | timed | found
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, so that its passes change and draw nothing; back in its own mode afterwards.
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode, in which passes change no state and draw no random number; restore its mode afterwards.
 
-    cuDNN searches for the fastest convolutions here too: what it chose without a search it would keep for these shapes, and so
-    for later stages of this process.
+    cuDNN's search for the fastest convolutions stays on. Without it, its choices for these shapes would stay for later stages.
     """
     was_training = model.training
     model.eval()
@@ -114,9 +112,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def normalized_by_batch(model: nn.Module, num_images: int) -> Iterator[None]:
-    """Batch norms normalize by a batch of several images, as in training, and leave their statistics. Those over all ranks stay
-    as they are."""
+def use_batch_stats(model: nn.Module, num_images: int) -> Iterator[None]:
+    """Make local batch norms use batch statistics if there are several images, as in training, but not update their own."""
     if num_images == 1:
         yield
         return
@@ -137,13 +134,13 @@ def normalized_by_batch(model: nn.Module, num_images: int) -> Iterator[None]:
 
 
 def _fits(device: torch.device, needed_bytes: float) -> bool:
-    """Whether the GPU has so much memory for tensors, those included that are on it now."""
+    """Return whether the GPU's memory can hold tensors of this size, including the current ones."""
     free_bytes = torch.cuda.mem_get_info(device)[0]
     return needed_bytes <= free_bytes + torch.cuda.memory_reserved(device)
 
 
 def _fitting_s(train_state: TrainState, image_size: int, num_images: int) -> float:
-    """See `passes_s`; infinite where they need more memory than there is."""
+    """Return `passes_s`, or infinity if memory runs out."""
     try:
         return passes_s(train_state, image_size, num_images)
     except (RuntimeError, MemoryError) as error:
@@ -155,17 +152,14 @@ def _fitting_s(train_state: TrainState, image_size: int, num_images: int) -> flo
 
 
 def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float:
-    """Seconds of the passes on so many images, normalized by the batch where they are several.
-
-    On a CPU without waits for a free core: the doctor knows them from the training.
-    """
+    """Return the seconds of the passes on `num_images` images. On a CPU, exclude waits for a free core."""
     device, run = train_state.group.device, passes(train_state, image_size, num_images)
     core_wait = CoreWait() if device.type == "cpu" else None
 
     def now_s() -> float:
         return time.perf_counter() - (core_wait.seconds() if core_wait else 0.0)
 
-    with normalized_by_batch(train_state.distillation_module, num_images):
+    with use_batch_stats(train_state.distillation_module, num_images):
         start_s = now_s()
         run()
         if device.type == "cuda":
@@ -174,7 +168,7 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
 
 
 def passes(train_state: TrainState, image_size: int, num_images: int) -> Callable[[], None]:
-    """What launches the passes on so many images once; call it within `unchanged` and `normalized_by_batch`."""
+    """Return a function that runs the passes on `num_images` images; call it within `eval_mode` and `use_batch_stats`."""
     model, device = train_state.distillation_module, train_state.group.device
     images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=torch.uint8)
     images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)

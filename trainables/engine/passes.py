@@ -1,6 +1,6 @@
-"""What the steps of a job need, and the forward passes of a micro-batch: the teacher's, the student's, the losses.
+"""The state that train steps share, and the forward passes of one micro-batch: teacher, student, losses.
 
-Shapes: B batch of this rank, C channels, H W pixels, K classes.
+Shapes: B this rank's batch, C channels, H W pixels, K classes.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from trainables.methods.distillation_module import DistillationModule, Distillat
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 TeacherOutputs = Mapping[str, ModelOutputs]
-"""The outputs of a micro-batch, by method."""
+"""Teacher outputs for a micro-batch, by method."""
 
 
 class NoTeacher(TeacherInterface):
-    """Stands for the teacher where no method reads one."""
+    """Placeholder for when no method reads a teacher."""
 
     def __call__(self, *_: object, **__: object) -> dict[str, ModelOutputs]:
         return {}
@@ -37,50 +37,50 @@ class NoTeacher(TeacherInterface):
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What the steps of a job need, and change."""
+    """Everything that a job's steps use and change."""
 
     distillation_module: DistillationModule
-    """The bare student with its methods."""
+    """The bare student and its methods."""
     teacher: TeacherInterface
     optimizers: tuple[LossOptimizer, ...]
     update: ParameterUpdate
-    """How a step changes the parameters; its module is `distillation_module`, on several ranks under DDP if that averages."""
+    """Changes the parameters. Its module is `distillation_module`, wrapped in DDP if DDP averages gradients over ranks."""
     group: Group
     prepare: Callable[[DeviceBatch], DeviceBatch]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     compilation: Compilation
     epochs: Epochs
-    num_blank_images: int
-    """Images that a rank without samples runs instead."""
+    num_dummy_images: int
+    """How many dummy images a rank runs when it has no samples."""
     accumulate: int
     cpu_group: dist.ProcessGroup | None
     """See `trainables.distributed.gather.cpu_process_group`."""
     mixes_unlabeled: bool
-    """Whether some images may have no label among others that have one."""
+    """Whether labeled and unlabeled images are mixed."""
     sums: StepSums
-    """Since the last log line."""
+    """Sums since the last log line."""
     average: WeightAverage | None
-    """Averages of the student and the methods, see `optim.ema_decay`."""
+    """EMA of the student and the methods, see `optim.ema_decay`."""
     task_loss: TaskLoss
 
 
 def sum_names(module: DistillationModule, *, mixes_unlabeled: bool = False) -> tuple[str, ...]:
-    """What the steps of a module add up over images."""
+    """Return the names of the sums over images that the steps of `module` collect."""
     labels = ("top1", "top5", "loss", "task_loss") if module.classifies else ("loss",)
     distilled = ("distill_loss", *module.term_names) if module.methods else ()
     return ("images", *([LABELED] if mixes_unlabeled else []), *labels, *distilled)
 
 
-def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
-    """A prepared batch in at most `accumulate` parts. Where the rank has no samples, blank images without labels.
+def micro_batches(batch: DeviceBatch, accumulate: int, num_dummy_images: int = 2) -> list[DeviceBatch]:
+    """Split a prepared batch into at most `accumulate` parts.
 
-    A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalize nothing, or a
-    single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, whose part of the batch is
-    the larger one, unless none of its images could be read.
+    A rank without samples still has to take part in DDP's all-reduce, so it runs `num_dummy_images` blank images without
+    labels: none if its batch norm accepts an empty batch, else two, since it may not accept one image either. Its batch
+    statistics do not matter: rank 0's overwrite them, and rank 0 has images unless none could be read.
     """
     if len(batch.labels_B) == 0:
-        blank_BCHW = batch.images_BCHW.new_zeros((num_blank_images, *batch.images_BCHW.shape[1:]))
-        return [batch._replace(images_BCHW=blank_BCHW, mix=None)]
+        dummy_BCHW = batch.images_BCHW.new_zeros((num_dummy_images, *batch.images_BCHW.shape[1:]))
+        return [batch._replace(images_BCHW=dummy_BCHW, mix=None)]
     parts = min(accumulate, len(batch.labels_B))
     size, larger = divmod(len(batch.labels_B), parts)
     return batch.split([size + (part < larger) for part in range(parts)])
@@ -101,8 +101,8 @@ def run_student(
     *,
     module: nn.Module | None = None,
 ) -> tuple[DistillationOutputs, Losses]:
-    """The outputs and the losses of a micro-batch. `inputs`: of the update's module, where it is a part of the student; `module`:
-    in place of that one, outside of a step: no teacher is dropped.
+    """Return the outputs and the losses of a micro-batch. `inputs` go to the update's module, which in a pipeline takes the
+    output of earlier stages. Outside of training steps, `module` replaces it, and no teacher is dropped.
     """
     rows = len(part.labels_B)
     gather = Gather(rows, train_state.group, train_state.cpu_group)
@@ -112,7 +112,7 @@ def run_student(
     bare = train_state.distillation_module
     bare.check_terms(outputs.terms)
     labels_B = part.labels_B if bare.classifies else None
-    weights: dict[str, float | Tensor] = {**(plain := bare.weights(epochs_passed))}
+    weights: dict[str, float | Tensor] = {**(fixed := bare.weights(epochs_passed))}
     if bare.dropping is not None and module is None:
-        weights |= bare.dropping.weights(outputs.terms, plain, part.epoch, part.views_B, gather)
+        weights |= bare.dropping.weights(outputs.terms, fixed, part.epoch, part.views_B, gather)
     return outputs, compute_losses(outputs, labels_B, part.mix, weights, train_state.task_loss)

@@ -1,6 +1,6 @@
-"""The numbers that a training reports of an epoch, and of the whole stage.
+"""The numbers that are reported for an epoch and for a whole stage.
 
-Names: `train/…` at a log line, `val/…` and `epoch/…` at an epoch's end, plain in the summary; see `trainables.metrics.report`.
+Names are `train/…` at a log line, `val/…` and `epoch/…` after an epoch, and plain in the summary: see `metrics.report`.
 """
 
 import logging
@@ -26,14 +26,14 @@ from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
 ACCURACIES = ("top1", "top5")
-_OF_A_RANK = {
+_PER_RANK = {
     **{f"phase/{name}_ms": f"{name}_ms" for name in (*ALL_PHASES, "step", "cpu", "core_wait")},
     **{f"phase/{name}_ms": f"{name}_ms" for name in ("allreduce_wait", "allreduce_wait_error")},
     "loader/batch_ms": "loader_batch_ms",
     "loader/wait_ms": "loader_wait_ms",
 }
-"""The means that are recorded of each rank too, and their short names there."""
-_SHOWN = {
+"""Means that are also recorded per rank, and their short names in `rank0/…`."""
+_LOG_FORMATS = {
     "top1_pct": "Acc@1 {:.2f}",
     "top5_pct": "Acc@5 {:.2f}",
     "raw_top1_pct": "top-1 without EMA {:.2f}",
@@ -44,15 +44,14 @@ _SHOWN = {
     "raw_cosine": "cosine without EMA {:.4f}",
     "loss": "loss {:.4f}",
 }
-"""The numbers of an evaluation in the log."""
+"""How the log shows the numbers of an evaluation."""
 T = TypeVar("T")
 
 
 def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
-    """Sums over images of an epoch, see `TrainState.sums`, as named means; accuracies in percent, of images with a label. No
-    image: nan.
+    """Turn sums over images, see `TrainState.sums`, into named means. Without images they are NaN.
 
-    A term whose method has not begun is left out.
+    Accuracies are in percent of the labeled images. Terms of methods that have not started yet are left out.
     """
     later = train_state.distillation_module.later_terms
     totals = dict(zip(train_state.sums.names, sums, strict=True))
@@ -65,20 +64,20 @@ def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
 
 
 def epoch_seconds(job: Job) -> dict[str, float]:
-    """Wall time since the epoch began, or since the last call, under the names of an epoch's record."""
+    """Return the wall time since the epoch began, or since the last call, by its names in an epoch's record."""
     return {f"epoch/{name}": seconds for name, seconds in job.metrics.clock.end_epoch().items()}
 
 
-def log_what_is_not_measured(job: Job) -> None:
-    """The log says why the noise scale is not measured where it is wanted."""
+def log_why_no_noise_scale(job: Job) -> None:
+    """Log why the noise scale is not measured, if it was requested."""
     config, update = job.config, job.train_state.update
     if config.train.max_steps is None and config.measures_noise and update.noise is None and job.group.is_main:
-        reason = update.noise_obstacle or "one worker compares micro-batches, and optim.accumulate is 1"
-        log.info("%s: no noise_scale: %s", config.stage, reason)
+        reason = update.noise_disabled_reason or "a single worker needs optim.accumulate of 2 or more"
+        log.info("%s: noise_scale is not measured: %s", config.stage, reason)
 
 
 def start_numbers(job: Job) -> dict[str, float]:
-    """The length of a job."""
+    """Return the size of a job: its epochs, steps, samples and workers."""
     config = job.config
     numbers: dict[str, float] = {
         "steps_per_epoch": job.epochs.steps_per_epoch,
@@ -101,7 +100,7 @@ def epoch_numbers(
     num_skipped: int,
     seconds: dict[str, float],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What an epoch has shown: of its row of the history, which its checkpoint holds, and of its record alone."""
+    """Return an epoch's numbers: those for the history, which checkpoints store, and those for its record only."""
     learned = {f"val/{name}": value for name, value in val.items()}
     learned |= {f"epoch/train/{name}": value for name, value in trained.items()}
     learned |= {"epoch/skipped_images": float(num_skipped), **seconds}
@@ -113,7 +112,7 @@ def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
     progress, config = job.progress, job.config
     result = "not evaluated"
     if val:
-        numbers = "  ".join(text.format(val[name]) for name, text in _SHOWN.items() if name in val)
+        numbers = "  ".join(text.format(val[name]) for name, text in _LOG_FORMATS.items() if name in val)
         result = f"val {numbers}  ({val['num_images']:.0f} images, {progress.history[-1]['epoch/eval_s']:.1f} s)"
     log.info("%s epoch %d/%d: %s%s", config.stage, progress.epoch, job.epochs.num, result, "  best" if best else "")
     if progress.reached:
@@ -127,15 +126,16 @@ def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
 
 
 def teacher_images(num_computed: int | None, group: Group) -> dict[str, float]:
-    """Images of the epoch for which a teacher ran although a cache or a service may spare it: the cache had not their logits, or
-    no other student had requested them. `num_computed`: this rank's; {} where all are None. Every rank calls it.
+    """Count the epoch's images that the teacher really computed, rather than a cache or another student's request.
+
+    `num_computed` is this rank's number, or None without a cache or service; {} if all are None. Every rank must call this.
     """
     counts = [count for count in gather_objects(num_computed, group) if count is not None]
     return {"teacher_images": float(sum(counts))} if counts else {}
 
 
 def throughput(job: Job) -> dict[str, float]:
-    """Steady-state speed and the epoch time it gives; `epoch_projected` is 1 where no whole steady epoch was run."""
+    """Return the steady-state speed and the epoch time; `epoch_projected` is 1 unless a whole epoch was measured."""
     speed = job.metrics.throughput.summary()
     if "step_s" not in speed:
         return speed
@@ -146,17 +146,17 @@ def throughput(job: Job) -> dict[str, float]:
 
 
 def phase_times(job: Job) -> dict[str, float]:
-    """Phase times over all ranks: means of means (and of quantiles), the least and the most of any; what loading costs.
+    """Return phase times over all ranks: minima, maxima, and means over ranks of means and quantiles; also loader times.
 
-    With several ranks each one's means too, as `rank0/data_ms`, …: one that is slow shows as the others' `backward`, where
-    they wait for its gradients (`rank0/allreduce_wait_ms`). What the all-reduce itself costs is `phase/allreduce_ms`.
-    `rank0/loader_batch_ms` and `rank0/loader_wait_ms` are its loader's.
+    With several ranks there are also the means of each, such as `rank0/data_ms` and `rank0/loader_wait_ms`. A slow rank shows
+    in the `backward` of the others, which wait for its gradients (`rank0/allreduce_wait_ms`). `phase/allreduce_ms` is the time
+    of the all-reduce itself.
     """
     metrics, phases, others = job.metrics, job.metrics.timer.past_warmup.statistics(), dict[str, float]()
     if phases:
         others = data_pct(phases) | metrics.host.summary() | metrics.allreduce_wait.summary() | job.train_loader.costs.summary()
     ranks: list[tuple[StepStatistics, dict[str, float]]] = gather_objects((phases, others), job.group)
-    found = named({name: Statistics.of_ranks(each) for name, each in _by_name(phases for phases, _ in ranks).items()})
+    found = named({name: Statistics.merge(each) for name, each in _by_name(phases for phases, _ in ranks).items()})
     found |= {name: fmean(each) for name, each in _by_name(others for _, others in ranks).items()}
     allreduce_ms, for_ranks_ms = split_waits(gather_objects(metrics.allreduce_wait.by_step, job.group))
     if allreduce_ms is not None:
@@ -165,12 +165,12 @@ def phase_times(job: Job) -> dict[str, float]:
     if len(ranks) > 1:
         for rank, (phases, others) in enumerate(ranks):
             values = {f"phase/{name}_ms": each.mean for name, each in phases.items()} | others
-            found |= {f"rank{rank}/{short}": values[name] for name, short in _OF_A_RANK.items() if name in values}
+            found |= {f"rank{rank}/{short}": values[name] for name, short in _PER_RANK.items() if name in values}
     return found
 
 
 def _by_name(mappings: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
-    """All values that mappings have for a name, by name."""
+    """Collect the values of each name over all mappings."""
     found: dict[str, list[T]] = {}
     for mapping in mappings:
         for name, value in mapping.items():
@@ -179,7 +179,7 @@ def _by_name(mappings: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
 
 
 def training_shape(job: Job, step_ms: float) -> TrainingShape:
-    """The micro-batches of a training whose mean step takes `step_ms`."""
+    """Describe the job's micro-batches, given a mean step time of `step_ms`."""
     accumulate = job.config.optim.accumulate
     num_parts = job.group.world_size * accumulate
     return TrainingShape(
@@ -190,19 +190,19 @@ def training_shape(job: Job, step_ms: float) -> TrainingShape:
     )
 
 
-def _passes(job: Job, shape: TrainingShape) -> dict[str, float]:
-    """See `pass_latency`. {} where a method's own code fails on its images of zeros: that is no end of a finished training."""
+def _pass_times(job: Job, shape: TrainingShape) -> dict[str, float]:
+    """Run `pass_latency`. {} if a method fails on its images of zeros, which must not fail a finished job."""
     try:
         return pass_latency(job.train_state, job.config.data.image_size, shape)
     except Exception as error:
         if kind_of(error) == "device":
             raise
-        log.warning("%s: its passes are not timed: %s: %s", job.config.stage, type(error).__name__, error)
+        log.warning("%s: cannot time the passes: %s: %s", job.config.stage, type(error).__name__, error)
         return {}
 
 
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
-    """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
+    """Report and return the numbers of the whole job. `skipped_images` is the maximum over epochs of a timing run."""
     progress, metrics = job.progress, job.metrics
     summary = {
         **throughput(job),
@@ -214,14 +214,14 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         "skipped_images": max([float(skipped_images), *(row["epoch/skipped_images"] for row in progress.history)]),
         **metrics.peak_memory.summary(job.group),
     }
-    # A timing run that may stop early must be short; torch.compile would compile again for other batches; a pipeline stage is
-    # no model; ranks time different numbers of passes, which a collective teacher would wait for; an init stage learns no label.
+    # Do not time passes if a timing run may stop early and must be short, torch.compile would recompile for other batch sizes,
+    # this rank has only a pipeline stage, a collective teacher would wait for ranks that time fewer passes, or labels are unused.
     config = job.config
     times_passes = job.stop_early is None and not (config.train.compile or config.omitted) and config.scale.pipeline_stages == 1
     if times_passes and not job.train_state.teacher.is_collective and not config.init_stage:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
         with metrics.clock.part("timing"):
-            summary |= _passes(job, shape)
+            summary |= _pass_times(job, shape)
     if config.train.max_steps is None and config.scale.pipeline_stages == 1 and not config.init_stage:
         blank_1CHW = torch.zeros(
             (1, 3, config.data.image_size, config.data.image_size), dtype=torch.uint8, device=job.group.device
@@ -231,7 +231,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     evaluated = [row for row in progress.history if "val/num_images" in row]
     if evaluated:
         summary |= headline(evaluated[-1])
-        best = next((row for row in evaluated if row["epoch"] == progress.best_epoch), {})  # none since other data came
+        best = next((row for row in evaluated if row["epoch"] == progress.best_epoch), {})  # empty after a change of the data
         summary |= {"best_top1_pct": best["val/top1_pct"]} if "val/top1_pct" in best else {}
         summary |= {"best_epoch": float(progress.best_epoch), **progress.reached}
     for number, measured in enumerate(job.teachers, start=1):
@@ -239,7 +239,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
             summary[f"teacher{number if number > 1 else ''}_top1_pct"] = measured.top1_pct
     summary |= metrics.clock.total()
     walls_s = [row["epoch/wall_s"] for row in progress.history]
-    if walls_s:  # caches and the first kernels are made in the first epoch
+    if walls_s:  # the first epoch fills caches and starts kernels
         summary["epoch_wall_s"] = fmean(walls_s[1:] or walls_s)
     job.report("summary", progress.step, float(progress.epoch), summary)
     return summary

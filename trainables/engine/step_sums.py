@@ -1,8 +1,8 @@
-"""What steps add up over their images, on the device: losses and hits, and the first loss that is not finite.
+"""Sums of losses and hits over the images of steps, on the device, and the first step with a non-finite loss.
 
-A micro-batch launches six kernels here whatever its terms are; nothing waits for the device.
+Adding a micro-batch launches six kernels, however many terms there are, and never waits for the device.
 
-Shapes: B batch of this rank, K classes, N names, P pending steps.
+Shapes: B this rank's batch, K classes, N names, P pending steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 from trainables.engine.evaluate import hits
 
 LABELED = "labeled"
-"""The images with a label, where some may have none."""
+"""Name of the count of labeled images, used if some images have no label."""
 _MAX_PENDING = 256
 
 
 class StepSums:
-    """Sums since the last `clear`. What is not read yet is kept by step, so that a step itself compares nothing."""
+    """Sums since the last `clear`. Pending steps are stored as rows, so that non-finite losses are searched only on reading."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        """`names`: `images`, perhaps LABELED, `top1` and `top5` of a classifier, then those of losses, `loss` among them."""
+        """`names`: `images`, optionally LABELED, `top1` and `top5` for a classifier, and the losses including `loss`."""
         self.names = tuple(names)
         self._loss = self.names.index("loss")
         self._pending_PN = torch.zeros((_MAX_PENDING, len(names)), dtype=torch.float64, device=device)
@@ -31,7 +31,7 @@ class StepSums:
 
     @torch.no_grad()
     def add(self, step: int, student_BK: Tensor, labels_B: Tensor, losses: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch of this step. A loss that is a scalar, of the global batch, counts for each image."""
+        """Add a micro-batch of this step. A scalar loss, of the global batch, counts once per image."""
         sums_N, is_new = self._begin(step, len(labels_B))
         values = dict(losses)
         if "top1" in self.names:
@@ -48,7 +48,7 @@ class StepSums:
             sums_N += torch.sum(all_NB, 1, dtype=torch.float64)
 
     def _begin(self, step: int, num_images: int) -> tuple[Tensor, bool]:
-        """Where the sums of this step are pending, but for `images`, and whether there are none yet."""
+        """Return this step's row without `images`, and whether the row is new."""
         index = step - self._first_step
         if index not in (self._num_pending - 1, self._num_pending) or index == _MAX_PENDING:
             self._fold()
@@ -59,23 +59,23 @@ class StepSums:
 
     @property
     def values_N(self) -> Tensor:
-        """By `names`, float64 on the device."""
+        """The sums (N,) in the order of `names`, float64 on the device."""
         self._fold()
         return self._sums_N
 
     @property
     def bad_step(self) -> Tensor:
-        """The first step of all whose loss was not finite, or -1 (scalar, int64 on the device)."""
+        """The first step of the job whose loss was not finite, or -1 (scalar, int64 on the device)."""
         self._fold()
         return self._bad_step
 
     def clear(self) -> None:
-        """Begin the sums anew; the bad step stays."""
+        """Reset the sums, but not `bad_step`."""
         self._fold()
         self._sums_N = torch.zeros_like(self._sums_N)
 
     def _fold(self) -> None:
-        """Add up what is pending."""
+        """Add the pending rows to the sums."""
         if not self._num_pending:
             return
         pending_PN = self._pending_PN[: self._num_pending]

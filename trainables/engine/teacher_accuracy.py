@@ -1,6 +1,6 @@
-"""How accurate the teachers with given weights are, measured before the first step that learns from them.
+"""Measure the accuracy of teachers with given weights before the first step that learns from them.
 
-The loss of a teacher whose classes are in another order, or whose images were normalized otherwise, falls like a good one's.
+The loss alone would not reveal a teacher whose classes have another order, or whose images were normalized differently.
 
 Shapes: B batch, K classes.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainables.config import WeightedConfig
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.tensor_format import pixels_of, teacher_autocast, teacher_precision
-from trainables.distributed.group import all_reduce_sum, from_rank
+from trainables.distributed.group import all_reduce_sum, broadcast_result
 from trainables.engine.evaluate import evaluate, logits_of
 from trainables.engine.job import Job
 from trainables.engine.modules import methods_with_teacher
@@ -39,24 +39,24 @@ from trainables.teachers.service.client import ServiceTeacher
 log = logging.getLogger("raydistill")
 
 MIN_IMAGES, MAX_P_VALUE = 256, 1e-3
-"""A teacher is refused whose accuracy on at least so many images is chance by a larger p-value."""
+"""Reject a teacher if its accuracy, on at least MIN_IMAGES images, is chance by a larger p-value."""
 
 
 def measure_teachers(job: Job) -> list[TeacherAccuracy | None]:
-    """The accuracy of each teacher with given weights, None of one that is not measured; [] where none is.
+    """Return the accuracy of each teacher with given weights, None for one that is not measured; [] if none is.
 
-    Each is measured once for a run, or a sweep, and its images, and then read from `config.teacher_records`. Nothing of the
-    training changes. Every rank calls it.
+    Each is measured once per run or sweep, and then read from `config.teacher_records`. Training state does not change. Every
+    rank must call this.
 
     Raises:
         TrainingError: a teacher is not better than chance.
-        DataError: not one validation image could be read.
+        DataError: no validation image could be read.
     """
     config, reason = job.config, None
     if config.teacher_records is None or not config.all_teachers or not methods_with_teacher(config):
         return []
     if config.scale.pipeline_stages > 1:
-        reason = "with pipeline stages, the rank that runs it gets no validation images"
+        reason = "with pipeline stages, its rank gets no validation images"
     elif job.train_state.teacher.is_collective:
         reason = "it is sharded, and its workers may have different numbers of validation batches"
     found = list[TeacherAccuracy | None]()
@@ -65,37 +65,37 @@ def measure_teachers(job: Job) -> list[TeacherAccuracy | None]:
         if isinstance(teacher, CachedTeachers):
             teacher = teacher.teachers[number]
         if reason is None and isinstance(teacher, TeacherNetwork) and not has_classifier(teacher.networks[number]):
-            why = "its classes are not the data's, and its features alone are read"
+            why = "only its features are used, and its classes differ from the data's"
         elif reason is None and isinstance(teacher, RowTeacher) and not teacher.row_format.has_logits:
-            why = "its features alone are stored or served"
+            why = "only its features are cached or served"
         if why is not None and job.group.is_main:
-            log.info("%s: the accuracy of the teacher %s is not measured: %s", config.stage, each.model, why)
+            log.info("%s: not measuring the accuracy of the teacher %s: %s", config.stage, each.model, why)
         found.append(_measure_once(job, number, each) if why is None else None)
     return found
 
 
 def check_above_chance(accuracy: TeacherAccuracy) -> None:
-    """Refuse a teacher whose right predictions may be chance, by a one-sided binomial test. Raises TrainingError."""
+    """Raise a TrainingError if a teacher may not be better than chance, by a one-sided binomial test."""
     num_images = accuracy.num_images
     num_right = round(accuracy.top1_pct / 100 * num_images)
-    p_value = float(bdtrc(num_right - 1, num_images, accuracy.chance_pct / 100))  # of so many or more
+    p_value = float(bdtrc(num_right - 1, num_images, accuracy.chance_pct / 100))  # P(at least num_right)
     if num_images >= MIN_IMAGES and p_value > MAX_P_VALUE:
         raise TrainingError(
-            f"{accuracy}: it is not above chance: its classes may be in another order than the "
-            f"data's, or its images of another normalization (teacher.mean, teacher.std) or size (teacher.image_size); correct "
-            f"that, or give other weights than {accuracy.weights}"
+            f"{accuracy}: it is not above chance: its classes may have another order than the "
+            f"data's, or it needs another normalization (teacher.mean, teacher.std) or image size (teacher.image_size): fix "
+            f"that, or use other weights than {accuracy.weights}"
         )
 
 
 def _measure_once(job: Job, number: int, teacher: WeightedConfig) -> TeacherAccuracy:
     folder, began_s = str(job.config.teacher_records), time.perf_counter()
     path, store = Path(folder), ObjectStore(folder) if is_uri(folder) else None
-    name = from_rank(lambda: f"teacher-{_key(job, teacher)}.json", job.group)
+    name = broadcast_result(lambda: f"teacher-{_key(job, teacher)}.json", job.group)
 
     def read() -> bytes | None:
         return store.read(name) if store else (path / name).read_bytes() if (path / name).exists() else None
 
-    record = from_rank(read, job.group)
+    record = broadcast_result(read, job.group)
     if record is not None:
         accuracy = TeacherAccuracy.model_validate_json(record)
     else:
@@ -113,10 +113,10 @@ def _measure_once(job: Job, number: int, teacher: WeightedConfig) -> TeacherAccu
 
 
 def _measure(job: Job, number: int) -> tuple[float, int, float]:
-    """Top-1 in percent of a teacher, by its number, the images, and the share that is right by chance."""
+    """Return teacher `number`'s top-1 in percent, the number of images, and the fraction that is right by chance."""
     config, group, state, teacher = job.config, job.group, job.train_state, job.train_state.teacher
     batches, network = job.val_loader.epoch(0), nn.Module()
-    num_classes = job.checkpoint_state.about["num_classes"]
+    num_classes = job.checkpoint_state.metadata["num_classes"]
     predicted_K = torch.zeros(num_classes, dtype=torch.float64, device=group.device)
     if isinstance(teacher, ServiceTeacher):
         client = teacher.for_validation(job.val_loader)
@@ -138,24 +138,24 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
 
     result = evaluate(network, job.metrics.heartbeat.over(batches), logits, group, state.group)
     if not result["num_images"]:
-        raise DataError(f"{config.data.path}: not one validation image could be read")
+        raise DataError(f"{config.data.path}: no validation image could be read")
     labels_K = np.bincount(job.val_loader.source.labels_N, minlength=num_classes)
     shares_K = all_reduce_sum(predicted_K, group).cpu().numpy() / result["num_images"]
     return result["top1_pct"], int(result["num_images"]), float(shares_K @ labels_K) / len(job.val_loader.source)
 
 
 def _network(job: Job, number: int) -> nn.Module:
-    """A teacher, by its number; where its logits are cached, a network of its own to measure."""
+    """Return teacher `number`'s network; if its logits are cached, load the network for the measurement."""
     teacher = job.train_state.teacher
     if not isinstance(teacher, TeacherNetwork):
-        return move(load_networks(job.config, job.checkpoint_state.about["classes"])[number], job.config, job.group.device)
+        return move(load_networks(job.config, job.checkpoint_state.metadata["classes"])[number], job.config, job.group.device)
     return teacher.networks[number]
 
 
 def _key(job: Job, teacher: WeightedConfig) -> str:
-    """A hash of all that decides the accuracy: the teacher's tensors, the images, their preprocessing. Reads the weights."""
+    """Hash everything that determines the accuracy: the teacher's tensors, the images, their preprocessing. Reads the weights."""
     images, data = job.checkpoint_state.data, job.config.data
-    assert images is not None  # every job has it but a timing run, which measures no teacher
+    assert images is not None  # only timing runs have none, and they measure no teacher
     parts = {
         "teacher": [teacher.model, teacher_sha256(**fit(teacher, job.config, images.classes))],
         "images": images.val.model_dump(),

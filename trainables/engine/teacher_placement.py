@@ -1,4 +1,4 @@
-"""Where a teacher's network is: whole on each rank that runs it, or sharded over them (`teacher.placement`)."""
+"""Place a teacher's network: whole on each rank that runs it, or sharded over them (`teacher.placement`)."""
 
 import logging
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from trainables.teachers.network import TeacherNetwork, move
 log = logging.getLogger("raydistill")
 
 MAX_REPLICATED_FRACTION = 0.5
-"""The share of a device's memory for a whole teacher and the student's parameters, gradients and optimizer state."""
+"""The fraction of a device's memory that a whole teacher and the student's parameters, gradients and optimizer may fill."""
 
 
 def is_sharded(
     config: TrainConfig, num_replicas: int, device: torch.device, student: nn.Module, teachers: Sequence[nn.Module]
 ) -> bool:
-    """What `teacher.placement` says or, by default, whether the teachers are too large for this device.
+    """Return whether to shard the teachers: by `teacher.placement`, or by default if they are too large for this device.
 
-    `student` is the whole one, also where the device has a stage of it.
+    `student` is the whole student, even if the device gets only a stage of it.
     """
     placement = config.teacher.placement if config.teacher is not None else "auto"
     if num_replicas == 1 or placement == "whole":
@@ -40,13 +40,13 @@ def is_sharded(
 
 
 def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded: bool) -> None:
-    """Move a teacher that is on the CPU, in the job's dtype, to this rank's device; every rank of the group calls it.
+    """Move a teacher from the CPU to this rank's device, in the job's dtype. Every rank of the group must call this.
 
-    A whole one becomes what it can be, since it is never trained, see `teachers.frozen`.
+    A whole teacher is optimized for inference, see `teachers.frozen`.
     """
     if not sharded:
         requires = [method.requires for method in methods_with_teacher(config)]
-        may_change = not any(each.teacher_model or each.reuses_classifier for each in requires)  # which have modules of it
+        may_change = not any(each.teacher_model or each.reuses_classifier for each in requires)  # these use its modules
         for each, network, reader in zip(config.all_teachers, teacher.networks, teacher.readers, strict=True):
             if may_change and folds_batch_norms(each, config):
                 fold_batch_norms(network, reader.modules)
@@ -54,7 +54,7 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
             if may_change and (dtype := AUTOCAST.get(teacher_precision(each, config))) is not None:
                 round_weights(network, dtype)
         return
-    from trainables.teachers.sharded import shard  # torch's FSDP takes a second
+    from trainables.teachers.sharded import shard  # importing torch's FSDP takes a second
 
     for network in teacher.networks:
         shard(network, group, config.data.image_size)
@@ -64,5 +64,5 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
 
 
 def folds_batch_norms(teacher: WeightedConfig, config: TrainConfig) -> bool:
-    """What `teacher.fold_batch_norms` says or, by default, whether rounding is that of half precision anyway."""
+    """Return `teacher.fold_batch_norms`; by default True in half precision, which rounds more than folding does."""
     return teacher_precision(teacher, config) in AUTOCAST if teacher.fold_batch_norms is None else teacher.fold_batch_norms

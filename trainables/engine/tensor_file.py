@@ -1,8 +1,8 @@
-"""Tensors copied into one stretch of host memory as a safetensors file has them, and that file written from there.
+"""Copy tensors into one host buffer in the layout of a safetensors file, and write the file from there.
 
-safetensors' own `save_file` turns each tensor into bytes under Python's lock, for which the training thread would wait. Here one
-call writes them all, without that lock and without another copy. The format: 8 bytes with the header's length, little-endian; the
-header as JSON; the tensors without holes (https://huggingface.co/docs/safetensors).
+safetensors' own `save_file` converts each tensor to bytes while holding the GIL, which blocks the training thread. Here a single
+write without the GIL stores all tensors, without another copy. The format is 8 bytes with the header's length (little-endian),
+the header as JSON, and the tensors without gaps (https://huggingface.co/docs/safetensors).
 
 Shapes: N bytes of all tensors.
 """
@@ -41,18 +41,18 @@ ALIGNMENT = 8
 
 
 class PackedTensors(NamedTuple):
-    """Tensors one behind the other."""
+    """Tensors packed one after the other."""
 
     bytes_N: Tensor
     """uint8, on the host."""
     entries: dict[str, dict[str, Any]]
-    """By name what the header says of it: `dtype`, `shape`, and `data_offsets`, its first byte and the one behind its last."""
+    """Header entries by name: `dtype`, `shape`, and `data_offsets`, the first byte and the end (exclusive)."""
     copied: torch.cuda.Event | None = None
-    """When `bytes_N` has them all; None: at once."""
+    """Recorded once `bytes_N` is complete; None if it already is."""
 
 
 class HostBuffer:
-    """Host memory that tensors are copied to, the same for every `pack` of as many bytes; page-locked for a GPU's tensors."""
+    """Host memory for copies of tensors, reused while the size is the same; page-locked for a GPU's tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,10 +60,10 @@ class HostBuffer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def pack(self, tensors: Mapping[str, Tensor]) -> PackedTensors:
-        """Copy `tensors` as they are now. What an earlier call returned is no longer valid.
+        """Copy `tensors` as they are now. This invalidates the result of an earlier call.
 
-        On a GPU the copies run on a stream of their own: the host goes on, and later kernels of the current stream, which may
-        change the tensors, wait for them. Raises CheckpointError: a tensor of a type that the format does not have.
+        On a GPU the copies run on a separate stream. The host does not wait, but later kernels of the current stream do, since
+        they may change the tensors. Raises CheckpointError: the format does not support a tensor's dtype.
         """
         entries = _entries(tensors)
         num_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
@@ -74,7 +74,7 @@ class HostBuffer:
             return PackedTensors(self._bytes_N, entries)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        copied = torch.cuda.Event(blocking=True)  # the waiting thread sleeps and leaves its core to the loader
+        copied = torch.cuda.Event(blocking=True)  # the waiting thread sleeps, which frees its core for the loader
         with torch.cuda.stream(self._stream):
             self._copy(tensors, entries)
             copied.record()
@@ -88,12 +88,12 @@ class HostBuffer:
 
 
 def _entries(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The largest elements first, so that each tensor begins at a multiple of its own."""
+    """Lay tensors out by descending element size, so that each is aligned to its own."""
     entries: dict[str, dict[str, Any]] = {}
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"a checkpoint cannot hold {name}, which is of {tensor.dtype}: store it as another type")
+            raise CheckpointError(f"a checkpoint cannot store {name}, which has the dtype {tensor.dtype}: use another dtype")
         begin, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     return entries
@@ -107,22 +107,22 @@ def write_packed(path: Path, packed: PackedTensors, meta: str, check: Callable[[
     Raises CheckpointError: the disk is full or cannot be written; the file that was there is still there.
     """
     if packed.copied is not None:
-        with torch.cuda.device(packed.copied.device):  # a thread of its own would else open a context on the first GPU
+        with torch.cuda.device(packed.copied.device):  # otherwise this thread would open a context on the first GPU
             packed.copied.synchronize()
     header = json.dumps({"__metadata__": {META_KEY: meta}, **packed.entries}).encode()
     header += b" " * (-len(header) % ALIGNMENT)
     try:
         with replacing(path) as temporary, open(temporary, "wb", buffering=0) as file:
             for rest in (memoryview(len(header).to_bytes(8, "little") + header), packed.bytes_N.numpy().data):
-                while rest:  # a write may end early, and on Linux does after 2 GiB
+                while rest:  # a write may be partial; on Linux it stops after 2 GiB
                     rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
             check()
     except OSError as error:
         raise CheckpointError(
-            f"cannot write checkpoint {path}: {error}; the previous one still stands: {_remedy(error)}, then `distill resume`"
+            f"cannot write checkpoint {path}: {error}; the previous one is intact: {_remedy(error)}, then run `distill resume`"
         ) from error
 
 
 def _remedy(error: OSError) -> str:
-    return "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that the folder can be written"
+    return "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make the folder writable"

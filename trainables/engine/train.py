@@ -1,6 +1,6 @@
-"""A training job on one rank, from top to bottom: build it, train its epochs step by step, evaluate, save, report.
+"""Run one training job on one rank: build it, train epoch by epoch, evaluate, save checkpoints, and report.
 
-Knows neither Ray nor MLflow: `report` is a callable. `Job` has what is built; its parts are made in `job_parts`.
+This module knows neither Ray nor MLflow: `report` is a plain callable. `job_parts` builds the parts of a `Job`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from trainables.device.tensor_format import autocast, pixels_of
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.batch_norm import accepts_empty_batches
 from trainables.distributed.gather import cpu_process_group
-from trainables.distributed.group import GlobalCount, Group, from_rank, gather_objects, seed_rank
+from trainables.distributed.group import GlobalCount, Group, broadcast_result, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.backbone_evaluation import BackboneEvaluation, open_labeled
@@ -46,7 +46,7 @@ from trainables.engine.records import (
     epoch_numbers,
     epoch_seconds,
     log_epoch,
-    log_what_is_not_measured,
+    log_why_no_noise_scale,
     means,
     start_numbers,
     summarize,
@@ -82,7 +82,7 @@ def build(
     publish: Publish = lambda paths, step, epoch: None,
     check: Callable[[], None] = lambda: None,
 ) -> Job:
-    """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
+    """Open the data, build and wrap the models, and resume from the stage's last checkpoint if it has one.
 
     `connections`: to the actors of `teacher.service`; `disk`: the one that `report` puts its records into, if any;
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
@@ -90,21 +90,21 @@ def build(
 
     Raises:
         DataError: the data cannot be read.
-        ModelError: a model does not exist, or does not fit images, classes or the device's memory.
-        CheckpointError: a file of weights, or the checkpoint, is damaged or of something else.
-        ExperimentError: keys or methods do not fit together.
+        ModelError: a model does not exist, or does not fit the images, the classes or the device's memory.
+        CheckpointError: a checkpoint or weights file is damaged or belongs to something else.
+        ExperimentError: some keys or methods do not work together.
     """
     if problem := first_problem(config, RULES):
         raise ExperimentError(problem)
     disk = disk or DiskWriter()
     config = with_precision(config, group)
     stage = StageDir(Path(config.output_dir))
-    # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
+    # Rank 0 decides for all ranks: a shared file system may show a new file to some nodes later than to others.
     resumes = gather_objects(stage.last.exists(), group)[0]
     if resumes and config.scale.pipeline_stages != 1:
-        config = from_rank(lambda: with_saved_cut(config, stage.last), group)
+        config = broadcast_result(lambda: with_saved_cut(config, stage.last), group)
     layout = build_layout(group, config.scale.pipeline_stages)
-    with contextlib.ExitStack() as resources:  # closed here where the job cannot be built
+    with contextlib.ExitStack() as resources:  # closed here if the build fails
         resources.callback(disk.close)
         classes, (train_loader, val_loader) = open_loaders(config, layout)
         resources.callback(val_loader.close)
@@ -116,12 +116,12 @@ def build(
         if models.embedding is not None:
             methods = models.module.methods_by_name.values()
             if config.eval.best == "cosine" and not any(method.projects_embedding for method in methods):
-                raise ExperimentError("eval.best: cosine is of embed and queue, which project the student's embedding: write cka")
+                raise ExperimentError("eval.best: cosine needs embed or queue, which project the student's embedding: write cka")
             labeled = open_labeled(config, layout.replicas)
             for loader in labeled:
                 resources.callback(loader.close)
             backbone_evaluation = BackboneEvaluation(config, models.embedding, labeled)
-            if config.train.max_steps is None and not config.init_stage:  # it will be evaluated: a full disk is refused now
+            if config.train.max_steps is None and not config.init_stage:  # fail now if the disk cannot hold the outputs
                 models.teacher.for_validation(val_loader)
         optimizers = build_job_optimizers(config, models.module)
         state = build_checkpoint_state(models, optimizers, layout, classes, (train_loader, val_loader))
@@ -129,7 +129,7 @@ def build(
         if resumes:
             restore(state, config, stage, group, train_loader.steps_per_epoch)
         elif config.init_checkpoint is not None:
-            checkpoint.begin_from_init_stage(Path(config.init_checkpoint), state, group)
+            checkpoint.load_init_stage(Path(config.init_checkpoint), state, group)
         epochs = Epochs(
             config.optim.epochs,
             train_loader.steps_per_epoch,
@@ -170,17 +170,17 @@ def build_steps(
     state: CheckpointState,
     metrics: JobMetrics,
 ) -> tuple[TrainState, TrainStep, Logits]:
-    """What steps need, and the steps of training and evaluation: of a whole model, or of this rank's pipeline stage of it."""
+    """Build the train state, the train step and the evaluation forward, for a whole model or for this rank's pipeline stage."""
     group, module, device = layout.replicas, models.module, layout.replicas.device
     settings = UpdateSettings(
         state.scaler,
         group,
         clipping(config.optim, module.student),
         compiled=bool(config.train.compile),
-        averages=config.omitted != "allreduce",
+        sync_grads=config.omitted != "allreduce",
     )
     if layout.has_stages:
-        from trainables.engine.pipeline import step as pipeline  # torch's pipelining takes a second and 150 MB
+        from trainables.engine.pipeline import step as pipeline  # importing torch's pipelining takes a second and 150 MB
 
         update: ParameterUpdate = pipeline.PipelineUpdate(
             module, optimizers[0], settings, layout.pipeline, config.optim.clip_grad_norm
@@ -203,7 +203,7 @@ def build_steps(
         prepare=build_train_inputs(config, device),
         autocast=autocast(config.precision, device),
         epochs=epochs,
-        num_blank_images=0 if accepts_empty_batches(module.student) else 2,
+        num_dummy_images=0 if accepts_empty_batches(module.student) else 2,
         accumulate=config.optim.accumulate,
         compilation=Compilation.of(config),
         average=state.average,
@@ -219,26 +219,26 @@ def build_steps(
 
 
 def run_job(job: Job) -> dict[str, float]:
-    """Train to the configured end, from where the job's checkpoint left off. Returns the summary, on every rank.
+    """Train to the configured end, starting where the checkpoint left off. Return the summary on every rank.
 
     Raises:
-        TrainingError: a loss or a parameter that is not finite, or replicas that disagree.
-        StageInterruptedError: on every rank, after a checkpoint: some rank requested it.
-        DataError, CheckpointError: see their own modules.
+        TrainingError: a loss or a parameter is not finite, or replicas disagree.
+        StageInterruptedError: some rank requested an interruption; raised on every rank once a checkpoint is saved.
+        DataError, CheckpointError: images cannot be read, a checkpoint cannot be written.
     """
     config, progress = job.config, job.progress
     job.metrics.clock.begin()
-    log_what_is_not_measured(job)
+    log_why_no_noise_scale(job)
     job.report("start", progress.step, progress.epoch, start_numbers(job))
-    if progress.epoch_record:  # its checkpoint is complete: a death may have come before its record was written
+    if progress.epoch_record:  # the job may have died between an epoch's checkpoint and its record
         job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
         return run_timing(job)
     job.teachers = measure_teachers(job)
     calibrate(job)
-    while progress.epoch < job.epochs.num and not progress.reached and not is_time_up(job):
+    while progress.epoch < job.epochs.num and not progress.reached and not out_of_time(job):
         if interruption := job.interruptions.exchange(progress.step).interruption:
-            end_interrupted(job, interruption)  # at the last checkpoint, which is that of the epoch before
+            end_interrupted(job, interruption)  # the previous epoch ended with a checkpoint
         with job.metrics.clock.part("train"):
             train_epoch(job)
         finish_epoch(job)
@@ -250,7 +250,7 @@ def run_job(job: Job) -> dict[str, float]:
 
 
 def run_timing(job: Job) -> dict[str, float]:
-    """Warm up, run `max_steps` steps or fewer if they are enough, and stop: throughput and phase times, no evaluation."""
+    """Warm up, then measure throughput and phase times over at most `max_steps` steps, without evaluation."""
     last_step = job.config.train.warmup_steps + (job.config.train.max_steps or 0)
     num_skipped, ended = 0, False
     while not ended:
@@ -262,7 +262,7 @@ def run_timing(job: Job) -> dict[str, float]:
 
 
 def train_epoch(job: Job, stop_at: int | None = None) -> bool:
-    """The rest of the current epoch. Of a timing run: up to the step `stop_at`, or to where that is enough; True there."""
+    """Train the rest of the current epoch. Return True once a timing run is over: at step `stop_at`, or at an early stop."""
     config, train_state, loader, progress, metrics = job.config, job.train_state, job.train_loader, job.progress, job.metrics
     train_state.distillation_module.begin_epoch(progress.epoch)
     train_state.update.begin_epoch()
@@ -295,8 +295,8 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             is_last = stops or step_in_epoch == job.epochs.steps_per_epoch
             due = Decision() if is_last or stop_at is not None else job.interruptions.after_step(progress.step)
             saves = due.saves or (stop_at is None and not is_last and step_in_epoch % config.train.checkpoint_every == 0)
-            of_interval = step_in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps
-            if of_interval or due.logs or saves or is_last:
+            at_interval = step_in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps
+            if at_interval or due.logs or saves or is_last:
                 log_step(job, step_in_epoch)
                 job.interruptions.logged()
                 stops = stops or stops_early(job)
@@ -312,7 +312,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
 
 
 def set_learning_rates(job: Job) -> None:
-    """Those of the next step."""
+    """Set the learning rates for the next step."""
     for each in job.train_state.optimizers:
         each.set_learning_rate(
             job.progress.step - job.epochs.step_offset,
@@ -322,9 +322,9 @@ def set_learning_rates(job: Job) -> None:
 
 
 def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
-    """Forward, loss, backward, update; adds to `train_state.sums`. Nothing here waits for the GPU.
+    """Run forward, loss, backward and update, and add to `train_state.sums`. Nothing here waits for the GPU.
 
-    With a teacher it distils, without one it trains on labels alone. A pipeline stage has a step of its own, see `pipeline_step`.
+    Without a teacher this trains on labels alone. Pipeline stages use `pipeline_step` instead.
     """
     batch.wait()
     timer.mark("h2d")
@@ -334,7 +334,7 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
     num_images, epochs_passed = len(batch.labels_B), train_state.epochs.passed(step)
     labeled = num_labeled(prepared.labels_B, prepared.mix) if train_state.mixes_unlabeled else None
     count = GlobalCount(num_images, group, accumulate=accumulate, num_samples=batch.num_samples, num_labeled=labeled)
-    parts = micro_batches(prepared, accumulate, train_state.num_blank_images)
+    parts = micro_batches(prepared, accumulate, train_state.num_dummy_images)
     train_state.compilation.begin_step()
     train_state.teacher.skip(parts[0].images_BCHW, accumulate - len(parts))
     for part in parts:
@@ -353,7 +353,7 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
         if part is not parts[-1]:
             timer.mark("backward")
     update.end_backward(count)
-    timer.mark("backward")  # with what is left of the average over ranks
+    timer.mark("backward")  # includes the part of the all-reduce that did not overlap
     update.step()
     if train_state.average is not None:
         train_state.average.update(step)
@@ -361,7 +361,7 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
 
 
 def stops_early(job: Job) -> bool:
-    """Whether a timing run may end before its last step: the main rank decides for all. Its wait is no part of a step."""
+    """Return whether a timing run may end early; rank 0 decides for all. The time this takes is not counted in any step."""
     if job.stop_early is None:
         return False
     with job.metrics.clock.part("other"):
@@ -373,10 +373,10 @@ def stops_early(job: Job) -> bool:
 
 
 def save_inside_epoch(job: Job) -> None:
-    """A checkpoint at a position inside the epoch, behind a log step; training goes on in the same loader."""
+    """Save a checkpoint in mid-epoch, after a log step. Training continues with the same loader."""
     progress = job.progress
     with job.metrics.clock.part("checkpoint"):
-        write_log_line(job)  # its sums belong to the state
+        write_log_line(job)  # the checkpoint includes its sums
         check_finite(job)
         progress.skipped = check_skipped(job, job.train_loader, progress.skipped)
         save(job, [job.stage.last])
@@ -384,23 +384,23 @@ def save_inside_epoch(job: Job) -> None:
 
 
 def save(job: Job, paths: Sequence[Path]) -> None:
-    """Have the state as it is now written to each of `paths`, see `CheckpointWriter.save`."""
+    """Save the current state to each of `paths`, see `CheckpointWriter.save`."""
     job.checkpoint_state.metrics = job.metrics.state()
     job.checkpoints.save(paths, job.checkpoint_state, job.group)
     job.interruptions.saved()
 
 
 def finish_epoch(job: Job) -> None:
-    """Evaluate where it is due, check, save last and best, and report: the record is written after its checkpoint."""
+    """Check, evaluate if due, save the last and best checkpoints, then report: an epoch's record follows its checkpoint."""
     check_finite(job)
     trained, num_skipped = end_training(job)
-    telemetry = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
+    telemetry = job.telemetry()  # taken before the evaluation, whose load is different
     val, best = {}, False
     if is_evaluated(job, job.progress.epoch):
         val = evaluate_epoch(job)
         evaluated = [job.val_loader, *(job.backbone_evaluation.labeled if job.backbone_evaluation else ())]
         num_skipped += sum(len(check_skipped(job, loader, {})) for loader in evaluated)
-        best = job.progress.take_score(
+        best = job.progress.update_best(
             score_of(job, val), val.get("top1_pct"), job.config.train.until_top1_pct, job.metrics.clock.train_s
         )
     numbers = epoch_numbers(
@@ -416,9 +416,9 @@ def finish_epoch(job: Job) -> None:
 
 
 def score_of(job: Job, val: dict[str, float]) -> float | None:
-    """What the best checkpoint has most of: top-1, or what `eval.best` names; without any of them the last one is the best.
+    """Return the score that ranks checkpoints: `eval.best`, or else top-1 or CKA, or else the epoch, so that the latest wins.
 
-    None: it is not a number, as the CKA of features that are all equal.
+    Higher is better. None if the metric is NaN, such as the CKA of features that are all equal.
     """
     names = [job.config.eval.best] if job.config.eval.best else ["top1_pct", "cka"]
     name = next((name for name in names if name in val), None)
@@ -428,39 +428,39 @@ def score_of(job: Job, val: dict[str, float]) -> float | None:
 
 
 def end_training(job: Job) -> tuple[dict[str, float], int]:
-    """An epoch's steps are over. Returns their means, and how many images were skipped.
+    """Close an epoch's training. Return the means over its steps and the number of skipped images.
 
-    Raises DataError: not one training image could be read.
+    Raises DataError: no training image could be read.
     """
     progress = job.progress
     num_skipped = len(check_skipped(job, job.train_loader, progress.skipped))
-    with job.metrics.clock.part("checkpoint"):  # a cache writes the epoch's logits to the disk
+    with job.metrics.clock.part("checkpoint"):  # the teacher cache writes the epoch's logits to disk
         num_computed = job.train_state.teacher.end_epoch()
     trained = means(job.train_state, progress.partial) | job.metrics.noise.end_epoch()
     trained |= teacher_images(num_computed, job.group)
     if not progress.partial[0]:
-        raise DataError(f"{job.config.data.path}: not one training image could be read")
+        raise DataError(f"{job.config.data.path}: no training image could be read")
     progress.end_epoch()
     job.metrics.peak_memory.end_training(progress.step)
     return trained, num_skipped
 
 
 def is_evaluated(job: Job, num_epochs: int) -> bool:
-    """Whether a job is evaluated after so many epochs: after every `evaluate_every`, and after the last one.
+    """Return whether the job is evaluated after `num_epochs` epochs: every `evaluate_every` epochs and at the end.
 
-    An init stage never is: it learns no label.
+    An init stage is never evaluated, because it does not learn labels.
     """
     due = num_epochs % job.config.train.evaluate_every == 0 or num_epochs == job.epochs.num
-    return not job.config.init_stage and (due or is_time_up(job))
+    return not job.config.init_stage and (due or out_of_time(job))
 
 
 def evaluate_epoch(job: Job) -> dict[str, float]:
-    """See `evaluate`, or `BackboneEvaluation`; of averaged weights, those as they are trained are in `raw_…` beside them.
+    """Run `evaluate` or `BackboneEvaluation`. With averaged weights, `raw_…` holds the results of the unaveraged ones.
 
-    Raises DataError: not one validation image could be read.
+    Raises DataError: no validation image could be read.
     """
     state, heartbeat, epoch = job.train_state, job.metrics.heartbeat, job.progress.epoch
-    is_last = epoch == job.epochs.num or is_time_up(job)
+    is_last = epoch == job.epochs.num or out_of_time(job)
 
     def measure() -> dict[str, float]:
         if job.backbone_evaluation is not None:
@@ -475,19 +475,19 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
             with state.average.swapped():
                 val = {**measure(), **raw}
     if not val["num_images"]:
-        raise DataError(f"{job.config.data.path}: not one validation image could be read")
+        raise DataError(f"{job.config.data.path}: no validation image could be read")
     return val
 
 
-def is_time_up(job: Job) -> bool:
-    """Whether the time for the training is up before its last epoch; the same on every rank."""
+def out_of_time(job: Job) -> bool:
+    """Return whether `train.until_s` has passed; the same on every rank."""
     until_s = job.config.train.until_s
-    # Each rank has a clock of its own: rank 0 decides.
+    # Clocks differ by rank, so rank 0 decides.
     return until_s is not None and bool(gather_objects(job.metrics.clock.train_s >= until_s, job.group)[0])
 
 
 def wait_for_disk(job: Job) -> None:
-    """Wait until the checkpoints and records so far are on disk."""
+    """Wait until all checkpoints and records so far are on disk."""
     with job.metrics.clock.part("checkpoint"):
         job.disk.wait()
 
@@ -495,5 +495,5 @@ def wait_for_disk(job: Job) -> None:
 def end_interrupted(job: Job, interruption: Interruption) -> NoReturn:
     """End the stage on every rank, once its last checkpoint is on disk."""
     wait_for_disk(job)
-    gather_objects(None, job.group)  # one rank writes: the first that raises ends the others within seconds
+    gather_objects(None, job.group)  # only one rank writes, and the first rank to raise ends the others within seconds
     raise StageInterruptedError(interruption)

@@ -1,14 +1,14 @@
-"""From losses to new parameters, one class a way to do it. The way is chosen when a job is built.
+"""Turn losses into new parameters: one class per strategy, chosen when a job is built.
 
-On several ranks DDP averages the gradients within the backward pass.
+With one optimizer on several ranks, DDP averages the gradients during the backward pass.
 
-With an optimizer for each loss, `a = G1(D(x))` and `b = G2(D(x))`, one forward gives both losses; each optimizer gets the
-gradients of its losses alone, all taken at the same parameters, and the changes of a parameter that they share are added up. No
-DDP: its buckets have one gradient a parameter. Gradients are averaged over ranks in one all-reduce a loss, after the last
-backward, so that none of it overlaps with one.
+With several optimizers, one forward pass gives all losses, such as `a = G1(D(x))` and `b = G2(D(x))`. Each optimizer gets the
+gradients of its own losses, all taken at the same parameters, and the changes to a shared parameter are added up. DDP cannot
+do this, because its buckets hold one gradient per parameter. Instead, one all-reduce per optimizer averages the gradients
+after the last backward, without overlap.
 
-Memory on top of one optimizer's: for each further optimizer its state and its gradients, and during their updates two copies of
-the shared parameters and a third of those that one changes; on several ranks a flat copy of one loss's gradients at a time.
+Extra memory with several optimizers: each further optimizer's state and gradients; during the updates, two copies of the
+shared parameters and a third of those that one optimizer changes; on several ranks, a flat copy of one optimizer's gradients.
 """
 
 import contextlib
@@ -34,62 +34,63 @@ from trainables.metrics.noise_scale import GradientNoise
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What all updates of a job share."""
+    """Settings common to all kinds of update."""
 
     scaler: torch.amp.GradScaler
     group: Group
     clip: Callable[[Sequence[nn.Parameter]], object] | None = None
-    """Bounds the gradients of each optimizer's losses, see `clipping`."""
+    """Clips the gradients of each optimizer, see `clipping`."""
     compiled: bool = False
-    """Whether forward passes may be compiled."""
-    averages: bool = True
-    """Whether gradients are averaged over ranks; False: a timing run without all-reduces."""
+    """Whether forward passes may run compiled."""
+    sync_grads: bool = True
+    """Whether to average gradients over ranks; False only in a timing run that leaves the all-reduce out."""
 
 
 class ParameterUpdate(ABC):
-    """A step calls `module` and `backward` within `micro_batch`, for each; at the end `end_backward` and `step`.
+    """How a train step changes the parameters.
 
-    Where gradients are averaged over ranks: by DDP within the last backward, in `end_backward`, or in `step`, as the kind says.
+    For each micro-batch, a step calls `module` and `backward` inside `micro_batch`; then `end_backward` and `step`. Subclasses
+    average gradients over ranks in the last backward (DDP), in `end_backward` or in `step`.
     """
 
     noise: GradientNoise | None = None
-    """The measurement of the steps' gradient noise, where there is one."""
-    noise_obstacle: ClassVar[str | None] = None
-    """Why this kind of update cannot measure it."""
+    """Measures the gradient noise, if wanted and possible."""
+    noise_disabled_reason: ClassVar[str | None] = None
+    """Why this kind of update cannot measure the gradient noise."""
 
     requires_eager_forward = False
-    """Whether the next step's forward may not be a compiled one."""
+    """Whether the next forward pass must not run compiled."""
 
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
-        """`module` is what a step's forward calls."""
+        """`module` is what the forward pass of a step calls."""
         self.module = module
         self._scaler, self._clip = settings.scaler, settings.clip
-        self._group = settings.group if settings.averages else Group()
+        self._group = settings.group if settings.sync_grads else Group()
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Forward and backward of a micro-batch run in this context. Gradients are averaged over ranks after the last one."""
+        """Context for the forward and backward pass of a micro-batch. Gradients are averaged only after the last one."""
         return contextlib.nullcontext()
 
     def wait(self, count: GlobalCount) -> None:
-        """Wait for the step's samples to be counted, if the ranks still do that; once for each micro-batch, before `backward`."""
+        """Wait until the ranks have counted the step's samples. Called before each `backward`."""
         count.wait()
 
     @abstractmethod
     def backward(self, losses: Losses, count: GlobalCount, num_images: int) -> None:
-        """Add the gradients of a micro-batch of `num_images` images. `count`: of the step's samples."""
+        """Add the gradients of a micro-batch of `num_images` images; `count` counts the samples of the whole step."""
 
     def end_backward(self, count: GlobalCount) -> None:  # noqa: B027
-        """All micro-batches of the step have gone through `backward`."""
+        """Called after the last `backward` of a step."""
 
     @abstractmethod
     def step(self) -> None:
-        """Change the parameters and drop the gradients. What no loss reaches stays as it is, without weight decay too."""
+        """Change the parameters and clear the gradients. Parameters that no loss reaches do not change, nor decay."""
 
     def begin_epoch(self) -> None:  # noqa: B027
-        """Losses may reach other parameters from here on."""
+        """Called at the start of an epoch, when losses may begin to reach other parameters."""
 
     def _step_optimizer(self, optimizer: LossOptimizer) -> None:
-        """Clip, change the parameters, and drop their gradients."""
+        """Clip the gradients, change the parameters, and clear the gradients."""
         if self._clip is not None:
             self._scaler.unscale_(optimizer.optimizer)
             self._clip(optimizer.parameters)
@@ -98,7 +99,7 @@ class ParameterUpdate(ABC):
 
 
 class SharedUpdate(ParameterUpdate):
-    """One optimizer for all losses. With several ranks `module` is under DDP, which averages gradients in the last backward."""
+    """One optimizer for all losses. On several ranks, `module` is in DDP, which averages gradients in the last backward."""
 
     def __init__(
         self,
@@ -109,15 +110,15 @@ class SharedUpdate(ParameterUpdate):
         noise: GradientNoise | None = None,
         allreduce_wait: AllreduceWait | None = None,
     ) -> None:
-        """`noise`: the measurement of the steps' gradient noise, if any. `allreduce_wait`: times DDP's all-reduce, if any."""
+        """`noise` measures the gradient noise, `allreduce_wait` times DDP's all-reduce."""
         super().__init__(module, settings)
         self._optimizer, self.noise, self._allreduce_wait = optimizer, noise, allreduce_wait
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        self._averages, self._is_last = settings.averages, False
+        self._syncs_grads, self._is_last = settings.sync_grads, False
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         self._is_last = last
-        if self._ddp is None or (last and self._averages):
+        if self._ddp is None or (last and self._syncs_grads):
             return contextlib.nullcontext()
         return self._ddp.no_sync()
 
@@ -129,14 +130,13 @@ class SharedUpdate(ParameterUpdate):
         self._allreduce_wait.end()
 
     def backward(self, losses: Losses, count: GlobalCount, num_images: int) -> None:
-        wait = self._allreduce_wait if self._ddp is not None else None
+        wait = self._allreduce_wait if self._ddp is not None and self._is_last else None
         total = self._scaler.scale(losses.total(count.weight()))
-        if wait is not None and self._is_last:
+        if wait is not None:
             wait.begin_after(total)
-            total.backward()  # type: ignore[no-untyped-call]
+        total.backward()  # type: ignore[no-untyped-call]
+        if wait is not None:
             wait.end()
-        else:
-            total.backward()  # type: ignore[no-untyped-call]
         if self.noise is not None:
             self.noise.end_micro_batch(num_images)
 
@@ -151,11 +151,11 @@ class SharedUpdate(ParameterUpdate):
 
 
 class _CollectedGradients:
-    """Gradients of tensors from `torch.autograd.grad`, added up over micro-batches; they bypass DDP."""
+    """Gradients from `torch.autograd.grad`, added up over micro-batches. They bypass DDP."""
 
     def __init__(self, *, compiled: bool) -> None:
-        """`compiled`: forward passes may be, which give zeros for what a loss does not reach, where autograd gives None. So the
-        first one is eager, and shows what it reaches."""
+        """`compiled`: forward passes may run compiled. Those give zero gradients to parameters that a loss does not reach, where
+        eager ones give None, so the first pass runs eagerly and records which are reached."""
         self._compiled = compiled
         self._gradients: list[Tensor | None] = []
         self._is_reached: list[bool] | None = None
@@ -179,22 +179,22 @@ class _CollectedGradients:
             self._gradients[index] = old if gradient is None else gradient
 
     def reached(self, parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
-        """Those of `parameters` that have a gradient, which is known without the device."""
+        """Return those of `parameters` that have a gradient, without waiting for the device."""
         return {parameter for parameter, gradient in zip(parameters, self._gradients, strict=True) if gradient is not None}
 
-    def put_average(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
-        """Give the parameters the mean gradients of all ranks, and forget them here."""
-        gradients, self._gradients = average(self._gradients, group), []
-        put(parameters, gradients)
+    def move_mean_to(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
+        """Move the gradients, averaged over all ranks, to the parameters."""
+        gradients, self._gradients = all_reduce_mean(self._gradients, group), []
+        assign_grads(parameters, gradients)
 
-    def forget_reached(self) -> None:
+    def reset_reached(self) -> None:
         self._is_reached = None
 
 
 class PerLossUpdate(ParameterUpdate):
-    """An optimizer for each group of losses, or one for some of the losses. `module` is not under DDP: `step` averages."""
+    """One optimizer per group of losses, or one for only some losses. `module` is not in DDP: `step` averages the gradients."""
 
-    noise_obstacle = "losses have optimizers of their own"
+    noise_disabled_reason = "some losses have their own optimizers"
 
     def __init__(self, module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings) -> None:
         super().__init__(module, settings)
@@ -214,13 +214,13 @@ class PerLossUpdate(ParameterUpdate):
             collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])
 
     def step(self) -> None:
-        """Every optimizer starts from the same parameters, also where its change depends on them, as weight decay does."""
-        self._name_shared_to_dot()
+        """Start every optimizer from the same parameters, since changes such as weight decay depend on them."""
+        self._set_shared_of_dot()
         shared = [parameter.detach() for parameter in self._shared]
         before = [parameter.clone() for parameter in shared]
         changes = [torch.zeros_like(parameter) for parameter in before]
         for each, collected in zip(self._optimizers, self._collected, strict=True):
-            collected.put_average(each.parameters, self._group)  # no loss's gradients outlive its update
+            collected.move_mean_to(each.parameters, self._group)  # one optimizer at a time, to save memory
             self._step_optimizer(each)
             if shared:
                 torch._foreach_add_(changes, torch._foreach_sub(shared, before))
@@ -231,10 +231,10 @@ class PerLossUpdate(ParameterUpdate):
 
     def begin_epoch(self) -> None:
         for collected in self._collected:
-            collected.forget_reached()
+            collected.reset_reached()
 
-    def _name_shared_to_dot(self) -> None:
-        """DOT's optimizers depend on which parameters the gradients of both reach in this step."""
+    def _set_shared_of_dot(self) -> None:
+        """Give DOT's optimizers the parameters that all of them reach in this step, which they update differently."""
         dots = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, DotSGD)]
         if dots:
             pairs = zip(self._optimizers, self._collected, strict=True)
@@ -243,8 +243,8 @@ class PerLossUpdate(ParameterUpdate):
                 dot.shared = shared
 
 
-def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:
-    """Each gradient's mean over ranks, in one all-reduce; what no loss reaches stays None, as on every rank."""
+def all_reduce_mean(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:
+    """Average gradients over ranks in one all-reduce. Those that no loss reaches are None on every rank and stay None."""
     present = [gradient for gradient in gradients if gradient is not None]
     if group.world_size == 1 or not present:
         return list(gradients)
@@ -255,8 +255,8 @@ def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | N
     return [None if gradient is None else next(means) for gradient in gradients]
 
 
-def put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
-    """In the parameter's own memory order, as autograd leaves a gradient itself: fused optimizers read both by address."""
+def assign_grads(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
+    """Set `.grad` with the parameter's own strides, as autograd does: fused optimizers index both by memory offset."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
@@ -271,8 +271,8 @@ def build_update(
     measures_noise: bool = False,
     allreduce_wait: AllreduceWait | None = None,
 ) -> ParameterUpdate:
-    """How a step of the training changes the parameters. `measures_noise`: and measures the gradient noise, if it can."""
-    if len(optimizers) > 1 or "task" not in optimizers[0].losses:  # of an init stage, whose losses may not reach all parameters
+    """Choose how steps change the parameters. With `measures_noise` they measure the gradient noise, if the kind can."""
+    if len(optimizers) > 1 or "task" not in optimizers[0].losses:  # an init stage's losses may not reach all parameters
         return PerLossUpdate(module, optimizers, settings)
     ddp_module = wrap(module, settings.group)
     noise = GradientNoise(ddp_module, settings.group) if measures_noise else None
@@ -280,10 +280,10 @@ def build_update(
 
 
 def wrap(model: nn.Module, group: Group) -> nn.Module:
-    """`model` under DDP where there are several ranks."""
+    """Wrap `model` in DDP if there are several ranks."""
     if group.world_size == 1:
         return model
-    # Ranks need not agree on batch norm's statistics before an evaluation, which takes rank 0's, as a checkpoint does.
+    # Batch norm statistics need not be synchronized: evaluation and checkpoints use rank 0's.
     signature = inspect.signature(DistributedDataParallel)  # torch 2.14 renamed the option
     option = "forward_sync_buffers" if "forward_sync_buffers" in signature.parameters else "broadcast_buffers"
     unshared: dict[str, Any] = {option: False}

@@ -1,8 +1,8 @@
-"""An exponential moving average (EMA) of a model's weights, and of what methods train with it, which is evaluated and kept for
-use in place of the weights themselves.
+"""An exponential moving average (EMA) of the weights of a student and its methods, which is evaluated and saved.
 
-As timm's ModelEmaV3 with warm-up: after the n-th step a ← d·a + (1 - d)·w with d = min(decay, 1 - (1 + n)^(-2/3)), n from 0; of
-floating-point buffers (statistics of batch norm) too, and others as they are; so are methods' memories of images and losses.
+As in timm's ModelEmaV3 with warm-up: after step n (from 0), a ← d·a + (1 - d)·w with d = min(decay, 1 - (1 + n)^(-2/3)).
+Floating-point buffers (batch norm statistics) are averaged too. Other buffers, and methods' memories of images and losses, are
+not averaged.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage:
-    """The averages of a student and its methods, on their device already. The memory: that of the weights, in `swapped` twice."""
+    """Averages of a student and its methods, on their device. They need the memory of the weights, in `swapped` twice that."""
 
     def __init__(self, student: nn.Module, methods: nn.ModuleDict, decay: float) -> None:
         self._decay = decay
@@ -26,11 +26,11 @@ class WeightAverage:
         state |= {f"method.{name}": tensor for name, tensor in methods.state_dict().items() if name in averaged}
         self._weights = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
         self.tensors = {name: tensor.clone() for name, tensor in self._weights.items()}
-        """By their names in a checkpoint."""
+        """The averages by their names in a checkpoint."""
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after the step with this index (0-based)."""
+        """Update the averages after the step with index `step` (0-based)."""
         decay = min(self._decay, 1 - (1 + step) ** (-2 / 3))
         get_ema_multi_avg_fn(decay)([*self.tensors.values()], [*self._weights.values()], None)
 
@@ -41,7 +41,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside the context the models have the averages as weights, in the same memory, as compiled code expects."""
+        """A context in which the models use the averages, in the same memory, as compiled code expects."""
         self._swap()
         try:
             yield

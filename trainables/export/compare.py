@@ -101,7 +101,7 @@ def compare(
         skipped = all_skipped(loader, Group())
     num_images, *shares = counts.tolist()
     if not num_images:
-        raise DataError(f"{data.path}: not one validation image could be read")
+        raise DataError(f"{data.path}: no validation image could be read")
     same_pct, expected_pct, output_pct = (100 * share / num_images for share in shares)
     return {
         "num_images": num_images,

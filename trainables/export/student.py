@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainables.config.data import DataConfig
-from trainables.engine.checkpoint import read_about
+from trainables.engine.checkpoint import read_metadata
 from trainables.errors import CheckpointError, ModelError
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.forward import logits_and_aux
@@ -89,7 +89,7 @@ def read_student(checkpoint: Path) -> Student:
         notice(f"{checkpoint} is a {option_key(header.model)} of {file}, which is run now")
     classes = header.classes if header.num_classes else ()
     fit: dict[str, Any] = {"image_size": header.image_size, "classes": classes, "seed": 0, "logits": bool(classes)}
-    resize = read_about(checkpoint).get("val_resize")
+    resize = read_metadata(checkpoint).get("val_resize")
     seen = ModelInput(header.image_size, header.mean, header.std, header.interpolation)
     return Student(load_teacher(header.model, str(checkpoint), **fit).float(), header.model, seen, resize, classes)
 

@@ -1,1 +1,1 @@
-"""What is measured of a training: where its time goes, its speed, its hardware, its gradients' noise."""
+"""Measurements of training: where time goes, throughput, hardware telemetry, gradient noise."""

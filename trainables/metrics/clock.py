@@ -1,4 +1,4 @@
-"""Points in time on a device, which cost a microsecond each and never stop it."""
+"""Clocks that take timestamps on a device, at a microsecond each and without stopping it."""
 
 import time
 from collections.abc import Iterable
@@ -8,26 +8,26 @@ import torch
 
 
 class Clock:
-    """The wall clock. Of other clocks a point in time may become readable only later."""
+    """The wall clock. Timestamps of other clocks may become readable only later."""
 
     def now(self) -> Any:
-        """A point in time; costs about a microsecond."""
+        """Take a timestamp, which costs about a microsecond."""
         return time.perf_counter()
 
     def ready(self, timestamp: Any) -> bool:
-        """Whether `timestamp` can be read; never waits."""
+        """Return whether `timestamp` can be read, without waiting."""
         return True
 
     def ms_between(self, earlier: Any, later: Any) -> float:
-        """Milliseconds from one point to another; both are ready."""
+        """Return the milliseconds between two timestamps that are ready."""
         return float(later - earlier) * 1e3
 
     def reuse(self, timestamps: Iterable[Any]) -> None:
-        """The caller has read `timestamps` and will not use them again."""
+        """Recycle timestamps that the caller will not use again."""
 
 
 class CudaClock(Clock):
-    """Events in the current stream of `device`, from a pool: creating one costs more than recording one."""
+    """CUDA events in the current stream of `device`, pooled because creating one costs more than recording one."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -49,5 +49,5 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of what runs on a device."""
+    """Return the clock for work on `device`."""
     return CudaClock(device) if device.type == "cuda" else Clock()

@@ -1,4 +1,4 @@
-"""Where a rank's job is: written by its training thread at every phase, read by another thread while that one may be stuck."""
+"""Track where a rank's job is: its training thread writes this at every phase, and other threads read it to detect hangs."""
 
 import contextlib
 import threading
@@ -16,7 +16,7 @@ BETWEEN_STEPS = "between steps"
 """From a step's last phase to the next step's first."""
 _FOLLOWING = dict(zip(PHASES, (*PHASES[1:], BETWEEN_STEPS), strict=True)) | {RECEIVE: PHASES[1], BUBBLE: "student"}
 _ORDER = ("start", "fill", BETWEEN_STEPS, "other", "eval", "checkpoint", *PHASES, "timing")
-"""What ranks do after as many steps, in the order in which they do it."""
+"""Order of activities after the same number of steps."""
 _MOVED_BYTES = 2**20
 
 
@@ -26,19 +26,19 @@ class Position(NamedTuple):
     part: str = "start"
     """A phase of a step, `between steps`, another part of `wall_clock`, `start` before the loop, or `fill` of a cache."""
     step: int = 0
-    """Steps that are complete."""
+    """Number of complete steps."""
     micro_batch: int = 0
-    """The one of the step that is under way, from 1 on."""
+    """Current micro-batch of the step, from 1."""
     quiet_s: float = 0.0
-    """Since the last sign of progress."""
+    """Seconds since the last sign of progress."""
     batch_s: float | None = None
-    """How long the last step took, or the last batch of what it does instead; None: the first one may compile."""
+    """Seconds of the last step or batch of the current activity; None during the first one, which may compile."""
     age_s: float = 0.0
-    """Since the job began on this rank."""
+    """Seconds since the job began on this rank."""
     thread_id: int = 0
-    """The training thread's, as `faulthandler` names it."""
+    """The training thread's id, as in `faulthandler`'s output."""
     folder: str = ""
-    """The stage's; empty where there is none."""
+    """The stage's folder, or empty."""
 
     def __str__(self) -> str:
         if self.part == "start":
@@ -49,12 +49,12 @@ class Position(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Less than that of a rank that is further."""
+        """Sort key: ranks that are further along have a larger one."""
         return self.step, self.micro_batch, _ORDER.index(self.part)
 
 
 class Heartbeat:
-    """The position of a rank. Its training thread calls what changes it, each a fraction of a microsecond."""
+    """The position of a rank, updated by its training thread. Each update takes a fraction of a microsecond."""
 
     def __init__(self, folder: str = "") -> None:
         self._folder, self._thread_id = folder, threading.get_ident()
@@ -64,26 +64,26 @@ class Heartbeat:
         self._batch_s = dict[str, float]()
 
     def beat(self) -> None:
-        """A sign of progress."""
+        """Signal progress."""
         self._beat_s = time.monotonic()
 
     def enter(self, activity: str) -> None:
-        """A part of `wall_clock` begins, or goes on."""
+        """Begin or continue a part of `wall_clock`."""
         self._activity, self._part = activity, BETWEEN_STEPS if activity == "train" else activity
         self.beat()
 
     def end_phase(self, phase: str) -> None:
-        """A phase of a step is over."""
+        """End a phase of a step."""
         self._part = _FOLLOWING[phase]
         self.beat()
 
     def begin_step(self, step: int) -> None:
-        """A step begins, after `step` others; it first waits for its batch."""
+        """Begin the step with index `step`, which first waits for its batch."""
         self._step, self._part = step, PHASES[0]
         self._begin_batch()
 
     def begin_micro_batch(self) -> None:
-        """A micro-batch of a step begins, with the teacher's forward."""
+        """Begin a micro-batch, which starts with the teacher's forward."""
         self._part, self._micro_batch = "teacher", self._micro_batch + 1
         self.beat()
 
@@ -92,7 +92,7 @@ class Heartbeat:
         self._end_batch()
 
     def over(self, batches: Generator[T, None, None]) -> Generator[T, None, None]:
-        """`batches`, each of them a sign of progress. Closes them."""
+        """Iterate over `batches`, signaling progress with each; close them at the end."""
         with contextlib.closing(batches):
             self._begin_batch()
             for batch in batches:
@@ -110,8 +110,8 @@ class Heartbeat:
         self._batch_s[self._activity] = self._beat_s - began_s
 
     def position(self) -> Position:
-        """Read by any thread; it may be a beat late."""
-        # Before the loop begins, reading and writing is progress: a data set may be copied to the node for hours.
+        """Return the position, from any thread; it may be slightly outdated."""
+        # Before the loop begins, I/O counts as progress: copying a data set to the node may take hours.
         if self._activity == "start" and (num_bytes := _bytes_moved()) > self._bytes_at_beat + _MOVED_BYTES:
             self._bytes_at_beat = num_bytes
             self.beat()
@@ -121,7 +121,7 @@ class Heartbeat:
 
 
 def _bytes_moved() -> int:
-    """What this process has read and written; 0 where that cannot be read, as on macOS."""
+    """Return the bytes that this process has read and written, or 0 if unavailable, as on macOS."""
     with contextlib.suppress(AttributeError, psutil.Error, OSError):
         counters = psutil.Process().io_counters()
         return counters.read_chars + counters.write_chars
@@ -133,7 +133,7 @@ _current: Heartbeat | None = None
 
 @contextlib.contextmanager
 def watched(folder: str = "") -> Iterator[Heartbeat]:
-    """A context in which this process is watched: the heartbeat of the job that runs in it. `folder`: see `Position`."""
+    """A context that sets this process's heartbeat, to be passed to its job. For `folder` see `Position`."""
     global _current
     write_stacks_on_signal()
     _current = Heartbeat(folder)
@@ -144,6 +144,6 @@ def watched(folder: str = "") -> Iterator[Heartbeat]:
 
 
 def position() -> Position | None:
-    """Where this process's job is; None where none is watched. Called by Ray in its main thread."""
+    """Return where this process's job is, or None without a `watched` job. Ray calls this in its main thread."""
     heartbeat = _current
     return None if heartbeat is None else heartbeat.position()

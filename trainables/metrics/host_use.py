@@ -1,4 +1,4 @@
-"""What a step takes of its node's cores: how much of them its process computes on, and how long the step waits for one."""
+"""Measure a step's CPU time and its wait for a free core (run-queue delay)."""
 
 import time
 
@@ -6,7 +6,7 @@ from trainables.data.loader.core_wait import CoreWait
 
 
 class HostUse:
-    """Sums over the steps of one rank past the warm-up; a few microseconds each."""
+    """Sums over one rank's steps past the warm-up. Each step costs a few microseconds."""
 
     def __init__(self, warmup_steps: int = 0) -> None:
         self._warmup_left, self._steps = warmup_steps, 0
@@ -15,7 +15,7 @@ class HostUse:
         self._cpu_s, self._wait_s = 0.0, 0.0
 
     def start(self) -> None:
-        """A step begins, in the thread that calls `stop`."""
+        """Begin a step; `stop` must be called in the same thread."""
         self._start_cpu_s, self._start_wait_s = time.process_time(), self._core_wait.seconds()
 
     def stop(self) -> None:
@@ -27,10 +27,10 @@ class HostUse:
         self._wait_s += self._core_wait.seconds() - self._start_wait_s
 
     def summary(self) -> dict[str, float]:
-        """Means of a step; {} before the first.
+        """Return means per step; {} before the first.
 
-        `phase/cpu_ms`: all threads of the process compute, the loader's too. `phase/core_wait_ms`: the step's own thread is
-        ready to run while others have the cores.
+        `phase/cpu_ms` is the CPU time of all threads of the process, including the loader's. `phase/core_wait_ms` is the time
+        for which the step's own thread was ready to run but had no core.
         """
         if not self._steps:
             return {}

@@ -1,4 +1,4 @@
-"""The latency of a forward pass."""
+"""Measure the latency of a forward pass."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ WARM_UP, MIN_PASSES, MAX_PASSES = 3, 10, 1000
 
 
 def pass_seconds(run: Callable[[], Any], max_s: float, device: torch.device | None = None) -> list[float]:
-    """The seconds of each of several runs, on a GPU until it has finished: 10, or as many as fit into `max_s`, at most 1,000."""
+    """Return the seconds of each run, including GPU work: at least 10 runs, and up to 1,000 while `max_s` lasts."""
     for _ in range(WARM_UP):
         run()
     seconds, until_s = list[float](), time.perf_counter() + max_s

@@ -1,4 +1,4 @@
-"""A line of a training's log, while its numbers are on their way from the device."""
+"""A log line whose numbers are still on their way from the device."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from trainables.metrics.throughput import Window
 
 
 class ToHost:
-    """Tensors on their way to the host."""
+    """Asynchronous copies of tensors to the host."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
@@ -20,20 +20,20 @@ class ToHost:
             self._copied.record(torch.cuda.current_stream(tensors[0].device))
 
     def lists(self) -> list[list[Any]]:
-        """Their values; waits for the copies."""
+        """Wait for the copies and return their values."""
         if self._copied is not None:
             self._copied.synchronize()  # type: ignore[no-untyped-call]
         return [copy.tolist() for copy in self._copies]
 
 
 class PendingLine(NamedTuple):
-    """What a line says of the steps since the one before."""
+    """The contents of a log line, about the steps since the previous one."""
 
     step: int
-    """The number of steps so far."""
+    """Number of steps so far."""
     step_in_epoch: int
     lr: float
     window: Window
     phases: StepTimes
     sums: ToHost
-    """Over all ranks: what the steps have added up, and the checksums of the replicas."""
+    """Over all ranks: the sums of the steps, and the checksums of the replicas."""

@@ -1,8 +1,8 @@
-"""The time of each phase of a step, from marks that cost a microsecond each and never stop the GPU.
+"""Time each phase of a step with marks that cost a microsecond each and never stop the GPU.
 
-On a GPU the marks are CUDA events in the stream of the step, read after the GPU has passed them. `data` is then the time
-for which the stream waited for the loader: 0 where a batch was ready, however long the Python thread waited. `h2d` is the
-wait for the copy that follows, and `augment` is augmentation and normalization on the device.
+On a GPU, marks are CUDA events in the step's stream, read once the GPU has passed them. `data` is then the time for which the
+stream waited for the loader: 0 if a batch was ready, however long the Python thread waited. `h2d` is the wait for the copy that
+follows, and `augment` is augmentation and normalization on the device.
 
 Shapes: S steps, T timed columns (the phases, then the whole step).
 """
@@ -23,7 +23,7 @@ from trainables.metrics.phases import ALL_PHASES, PHASES, RECEIVE
 
 COLUMNS = (*ALL_PHASES, "step")
 MAX_STEPS = 10_000
-"""The latest steps, of which quantiles are; means, minima and maxima are exact over all steps."""
+"""Quantiles are over this many latest steps; means, minima and maxima are exact over all steps."""
 _MAX_PENDING = 256
 _COLUMN = {phase: column for column, phase in enumerate(ALL_PHASES)}
 _STEP = len(ALL_PHASES)
@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the times of steps come to, in ms."""
+    """Statistics of step times, in ms."""
 
     mean: float
     min: float
@@ -42,8 +42,8 @@ class Statistics:
     p95: float
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence["Statistics"]) -> "Statistics":
-        """The numbers of all ranks' steps: the least and the most of any; the other numbers are means over ranks."""
+    def merge(cls, ranks: Sequence["Statistics"]) -> "Statistics":
+        """Merge ranks: the minimum and maximum over all of them; the other numbers are means over ranks."""
         return cls(
             mean=fmean(rank.mean for rank in ranks),
             min=min(rank.min for rank in ranks),
@@ -54,11 +54,11 @@ class Statistics:
 
 
 StepStatistics = dict[str, Statistics]
-"""By phase, and of `step`; see `StepTimes.statistics`."""
+"""Statistics by phase and for `step`; see `StepTimes.statistics`."""
 
 
 def named(statistics: StepStatistics) -> dict[str, float]:
-    """As a record has them: `phase/data_ms` (mean), `phase/data_min_ms`, `…_max_ms`, `…_p50_ms`, `…_p95_ms`, `phase/step_ms` …"""
+    """Name the numbers: `phase/data_ms` (mean), `phase/data_min_ms`, `…_max_ms`, `…_p50_ms`, `…_p95_ms`, `phase/step_ms` …"""
     return {
         f"phase/{name}{'' if statistic == 'mean' else f'_{statistic}'}_ms": value
         for name, each in statistics.items()
@@ -67,7 +67,7 @@ def named(statistics: StepStatistics) -> dict[str, float]:
 
 
 def data_pct(statistics: StepStatistics) -> dict[str, float]:
-    """The share of `data` in a step, in percent, as `data_pct`; {} without steps, and where there is no loader to wait for."""
+    """Return `data_pct`, the percentage of `data` in a step; {} without steps, or if this stage has no loader."""
     if not statistics or RECEIVE in statistics:
         return {}
     step_ms = statistics["step"].mean
@@ -75,7 +75,7 @@ def data_pct(statistics: StepStatistics) -> dict[str, float]:
 
 
 class StepTimes:
-    """The times of some steps: exact sums, minima and maxima, and the latest `MAX_STEPS` rows (T,) for quantiles."""
+    """Times of steps: exact sums, minima and maxima, and the latest `MAX_STEPS` rows (T,) for quantiles."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -92,11 +92,11 @@ class StepTimes:
         self._latest.append(row_T)
 
     def steps_s(self) -> list[float]:
-        """Seconds of each step, the latest `MAX_STEPS` of them."""
+        """Return the seconds of each of the latest `MAX_STEPS` steps."""
         return [float(row_T[_STEP]) / 1e3 for row_T in self._latest]
 
     def statistics(self) -> StepStatistics:
-        """Each phase and the whole step; {} without steps. A phase that not every job has is left out where it took 0."""
+        """Return statistics of each phase and of the step; {} without steps. Optional phases that took 0 are left out."""
         if not self._num_steps:
             return {}
         p50_T, p95_T = np.quantile(np.stack(self._latest), (0.5, 0.95), axis=0)
@@ -111,15 +111,15 @@ class StepTimes:
 class PhaseTimer:
     """Times the phases of each step of one training thread.
 
-    A step is `start()`, then `mark(phase)` as each phase ends, then `stop()`. A phase runs from the mark before it, so the
-    phases and the rest after the last mark add up to the step. A phase marked again (accumulated micro-batches) adds to
-    itself; one that is not marked took 0. A second `start()` drops an unfinished step, as at an epoch's end.
+    Call `start()`, then `mark(phase)` as each phase ends, then `stop()`. A phase runs from the previous mark, so the phases and
+    the time after the last mark add up to the step. Marking a phase again (accumulated micro-batches) adds to its time; an
+    unmarked phase takes 0. A second `start()` drops an unfinished step, as at an epoch's end.
 
     Args:
-        device: the device whose time counts.
-        warmup_steps: first steps that `past_warmup` leaves out.
-        clock: a source of time other than the device's.
-        heartbeat: learns of each phase as it ends on the host.
+        device: the device whose time is measured.
+        warmup_steps: number of first steps that `past_warmup` leaves out.
+        clock: a time source other than the device's.
+        heartbeat: is notified as each phase ends on the host.
     """
 
     def __init__(
@@ -135,19 +135,19 @@ class PhaseTimer:
         self._past_warmup, self._window = StepTimes(), StepTimes()
 
     def start(self) -> None:
-        """Open a step; `data` runs from here."""
+        """Begin a step with its `data` phase."""
         if self._timestamps:
             self._clock.reuse(self._timestamps)
         self._timestamps, self._columns = [self._now()], []
 
     def mark(self, phase: str) -> None:
-        """Close `phase`, which ran since the last mark. Raises KeyError: no such phase."""
+        """End `phase`, which began at the last mark. Raises KeyError: there is no such phase."""
         self._columns.append(_COLUMN[phase])
         self._timestamps.append(self._now())
         self._heartbeat.end_phase(phase)
 
     def begin_micro_batch(self) -> None:
-        """The phases of a further micro-batch follow; costs no mark."""
+        """Note that the phases of another micro-batch follow. This costs no mark."""
         self._heartbeat.begin_micro_batch()
 
     def stop(self) -> None:
@@ -159,20 +159,20 @@ class PhaseTimer:
 
     @property
     def past_warmup(self) -> StepTimes:
-        """All steps past the warm-up that the device has finished."""
+        """Times of all finished steps past the warm-up."""
         self.collect()
         return self._past_warmup
 
     def end_window(self) -> StepTimes:
-        """The steps since the last call, whose times are in it once `collect` has read them."""
+        """Return the times of the steps since the last call, which `collect` fills in as the device finishes them."""
         window, self._window = self._window, StepTimes()
         return window
 
     def collect(self) -> None:
-        """Read the steps that the device has finished; the others stay for the next call. Never waits for the device."""
+        """Read the steps that the device has finished, and leave the others for the next call. Never waits for the device."""
         while self._pending:
             timestamps, columns, window = self._pending[0]
-            # One stream runs in order: where the last event is past, all are.
+            # A stream runs in order, so if the last event is done, all are.
             if not self._clock.ready(timestamps[-1]):
                 return
             self._pending.popleft()
@@ -186,7 +186,7 @@ class PhaseTimer:
 
 
 def _row(clock: Clock, timestamps: Sequence[Any], columns: Sequence[int]) -> Floats:
-    """One step's times in ms (T,)."""
+    """Return one step's times in ms (T,)."""
     row = [0.0] * len(COLUMNS)
     for column, earlier, later in zip(columns, timestamps, timestamps[1:], strict=False):
         row[column] += clock.ms_between(earlier, later)

@@ -1,8 +1,8 @@
-"""The parts of a step, in their order. Apart from `phase_timer`, which measures them, so that naming them needs no torch."""
+"""The phases of a step, in order. They are separate from `phase_timer` so that naming them needs no torch."""
 
 PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
 RECEIVE = "receive"
-"""What a later pipeline stage waits for the first one's next batch, in place of `data`: it has no loader."""
+"""A later pipeline stage's wait for the first stage's next batch. It replaces `data`, as such a stage has no loader."""
 BUBBLE = "bubble"
-"""What a pipeline stage waits for its neighbours within a step; not recorded where there are none."""
+"""A pipeline stage's wait for its neighbors within a step; not recorded without pipeline stages."""
 ALL_PHASES = (*PHASES, RECEIVE, BUBBLE)

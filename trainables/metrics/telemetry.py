@@ -1,7 +1,7 @@
-"""Telemetry of the hardware during a training: a thread that samples this node's GPUs, CPU, memory and disk.
+"""Hardware telemetry during training: a thread samples this node's GPUs, CPU, memory and disk.
 
-Run one per node. A number that the hardware, its driver or a container does not give is left out; nothing here raises
-into the training.
+Run one per node. Numbers that the hardware, driver or container does not provide are left out. Nothing here raises into the
+training thread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ THROTTLE_REASONS: dict[int, str] = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-"""Bits of NVML's clocks event (formerly throttle) reasons, in the names of its nvmlClocksEventReasons constants."""
+"""Bits of NVML's clocks event (formerly throttle) reasons, named after its nvmlClocksEventReasons constants."""
 
 SLOWING_REASONS = 0x008 | 0x020 | 0x040 | 0x080
-"""Those by which heat or the power supply lowers a clock. A power cap is not one of them: GPUs under load run at theirs."""
+"""Bits for slowdowns by heat or the power supply. They exclude the power cap, which GPUs under load normally run at."""
 
 Handle = object
 """NVML's opaque pointer to one device."""
@@ -52,22 +52,22 @@ GPU_FIELDS: dict[str, Callable[[Handle], float]] = {
     "throttle_reasons": lambda gpu: pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
 }
 _WITHOUT_MAX = ("throttled_pct", "sm_clock_limit_mhz", "cpu_cores")
-"""Fields whose maximum is no use."""
+"""Fields whose maximum is not useful."""
 _UNIT = re.compile("(_mib_per_s|_pct|_mib|_c|_w|_mhz|)$")
-"""The unit in a field's name; it stays last: `gpu0/util_pct` → `gpu0/util_max_pct`."""
+"""The unit at the end of a field's name, which stays last: `gpu0/util_pct` → `gpu0/util_max_pct`."""
 
 
 def decode_throttle(bitmask: int) -> list[str]:
-    """Names of the reasons set in an NVML bitmask, lowest bit first; a bit without a name is given as `0x…`."""
+    """Return the names of the reasons set in an NVML bitmask, lowest bit first; unknown bits as `0x…`."""
     bits = [1 << index for index in range(bitmask.bit_length()) if bitmask >> index & 1]
     return [THROTTLE_REASONS.get(bit, f"{bit:#x}") for bit in bits]
 
 
 def visible_gpus(visible: str | None, count: int) -> list[int | str]:
-    """The GPUs that `CUDA_VISIBLE_DEVICES` (None: unset) leaves of `count`: NVML indices or UUIDs, in CUDA's order.
+    """Return which of `count` GPUs `CUDA_VISIBLE_DEVICES` (None: unset) selects: NVML indices or UUIDs, in CUDA's order.
 
-    As CUDA does, the list ends at the first entry that names no device. Indices are taken in PCI order, which is CUDA's own
-    where all GPUs of a node are of one kind.
+    As in CUDA, the list ends at the first entry that is not a device. Indices are in PCI order, which is CUDA's order if all
+    GPUs of a node are the same model.
     """
     if visible is None:
         return list(range(count))
@@ -83,7 +83,7 @@ def visible_gpus(visible: str | None, count: int) -> list[int | str]:
 
 
 def open_gpus() -> list[Handle]:
-    """NVML handles of the GPUs that this process may use, `cuda:0` first; [] where there is no NVIDIA driver."""
+    """Return NVML handles of the GPUs that this process may use, `cuda:0` first; [] without an NVIDIA driver."""
     try:
         pynvml.nvmlInit()
         return [
@@ -95,7 +95,7 @@ def open_gpus() -> list[Handle]:
 
 
 def read_gpus(gpus: list[Handle]) -> Iterator[tuple[str, float]]:
-    """`gpu0/util_pct`, … of each GPU, without the fields that it does not support (as MIG slices and vGPUs do not)."""
+    """Yield `gpu0/util_pct`, … for each GPU, except fields that it does not support (such as MIG slices and vGPUs)."""
     for index, gpu in enumerate(gpus):
         for field, read in GPU_FIELDS.items():
             try:
@@ -108,12 +108,12 @@ def read_gpus(gpus: list[Handle]) -> Iterator[tuple[str, float]]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Node:
-    """CPU, memory, disk and swap space of the whole node; rates are over the time since the last read."""
+    """CPU, memory, disk and swap of the whole node, with rates since the last read."""
 
     def __init__(self) -> None:
         psutil.cpu_percent()
@@ -121,7 +121,7 @@ class _Node:
         self._before, self._read_at = self._counters_mib(), time.perf_counter()
 
     def _counters_mib(self) -> dict[str, float]:
-        """MiB read so far: from disks, and from swap space where the node has any."""
+        """Return the MiB read so far from disks and, if the node has any, from swap."""
         disk = psutil.disk_io_counters()
         values = {} if disk is None else {"disk_read": disk.read_bytes / MIB}
         return values | ({"swap_in": psutil.swap_memory().sin / MIB} if self._swaps else {})
@@ -134,36 +134,36 @@ class _Node:
         before, before_at = self._before, self._read_at
         self._before, self._read_at = self._counters_mib(), time.perf_counter()
         for name, mib in self._before.items():
-            if name in before:  # counters jump back where a disk is unplugged
+            if name in before:  # counters jump back if a disk is unplugged
                 yield f"{name}_mib_per_s", max(0.0, mib - before[name]) / (self._read_at - before_at)
 
 
 class _Window:
-    """Mean and maximum of every field since the last snapshot; throttle reasons are or-ed."""
+    """Mean and maximum of each field since the last snapshot; throttle reasons are OR-ed."""
 
     def __init__(self) -> None:
         self._sum_count_max_bits: dict[str, tuple[float, int, float, int]] = {}
 
     def add(self, sample: Mapping[str, float]) -> None:
         for name, value in sample.items():
-            total, count, most, bits = self._sum_count_max_bits.get(name, (0.0, 0, value, 0))
-            self._sum_count_max_bits[name] = total + value, count + 1, max(most, value), bits | int(value)
+            total, count, peak, bits = self._sum_count_max_bits.get(name, (0.0, 0, value, 0))
+            self._sum_count_max_bits[name] = total + value, count + 1, max(peak, value), bits | int(value)
 
     def summary(self) -> dict[str, float]:
         values = dict[str, float]()
-        for name, (total, count, most, bits) in self._sum_count_max_bits.items():
+        for name, (total, count, peak, bits) in self._sum_count_max_bits.items():
             is_bits = name.endswith("/throttle_reasons")
             values[name] = float(bits) if is_bits else total / count
             if not is_bits and not name.endswith(_WITHOUT_MAX):
-                values[_UNIT.sub(r"_max\1", name, count=1)] = most
+                values[_UNIT.sub(r"_max\1", name, count=1)] = peak
         return values
 
 
 class Telemetry:
-    """A context in which a daemon thread samples this node every `every_s` seconds; it can be read afterwards, too.
+    """A context in which a daemon thread samples this node every `every_s` seconds. It can still be read afterwards.
 
-    `gpuN` is `cuda:N` of this process: of a node's GPUs, those of this job. CPU, memory and disk are the whole
-    node's (local disks; a network file system's reads are not among them), and so is what comes back from swap space.
+    `gpuN` is `cuda:N` of this process, so only GPUs of this job are covered. CPU, memory, disk and swap are those of the whole
+    node; disk reads exclude network file systems.
     """
 
     def __init__(self, every_s: float):
@@ -175,19 +175,19 @@ class Telemetry:
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
 
     def __enter__(self) -> Telemetry:
-        """Begin to sample; the first sample is there after `every_s`."""
+        """Begin sampling; the first sample comes after `every_s`."""
         self._gpus = open_gpus()
         self._thread.start()
         return self
 
     def snapshot(self, whole: bool = False) -> dict[str, float]:
-        """Mean and maximum of each number since the last snapshot (`whole`: since the first), and the number of GPUs as `gpus`.
+        """Return the mean and maximum of each number since the last snapshot (`whole`: since the start), and `gpus`, their count.
 
         Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
-        `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `cpu_cores` (that this process may use),
-        `memory_mib`, `disk_read_mib_per_s`, and `swap_in_mib_per_s` where there is swap space. `gpu0/throttle_reasons` has every
-        bit that was set in any sample (see `decode_throttle`), `gpu0/throttled_pct` the share of samples with one of
-        `SLOWING_REASONS`; `gpu0/sm_clock_limit_mhz` is the GPU's limit. Only `gpus` where no sample was taken since.
+        `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `cpu_cores` (usable by this process),
+        `memory_mib`, `disk_read_mib_per_s`, and `swap_in_mib_per_s` if there is swap. `gpu0/throttle_reasons` has every bit that
+        was set in any sample (see `decode_throttle`), `gpu0/throttled_pct` is the percentage of samples with one of
+        `SLOWING_REASONS`, and `gpu0/sm_clock_limit_mhz` is the GPU's limit. Without a new sample there is only `gpus`.
         """
         with self._lock:
             window = self._whole if whole else self._window
@@ -195,12 +195,12 @@ class Telemetry:
         return {"gpus": float(len(self._gpus)), **window.summary()}
 
     def __exit__(self, *_: object) -> None:
-        """End the thread after one last sample, so that even the shortest run has one."""
+        """Stop the thread after a last sample, so that even the shortest run has one."""
         self._stopping.set()
-        self._thread.join(timeout=5)  # a driver that hangs must not delay the training's end: the thread is a daemon
+        self._thread.join(timeout=5)  # a hung driver must not delay the end of training; the thread is a daemon
 
     def _run(self) -> None:
-        # A thread that fails ends alone: the run goes on, without telemetry. psutil raises errors of many kinds.
+        # A failure ends only telemetry, not the run. psutil raises many kinds of errors.
         try:
             node = _Node()
             stopping = False

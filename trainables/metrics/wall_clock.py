@@ -1,4 +1,4 @@
-"""The wall time of a job by part: every second counts to exactly one part, so that the parts add up to the whole."""
+"""The wall time of a job by part. Every second counts for exactly one part, so that the parts add up to the whole."""
 
 import contextlib
 import time
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from trainables.metrics.heartbeat import Heartbeat
 
 PARTS = ("train", "eval", "checkpoint", "timing", "other")
-"""Steps with their waits for data, evaluations, writing checkpoints, timing passes after the training, whatever lies between."""
+"""Steps including waits for data, evaluation, writing checkpoints, timing passes after training, and everything else."""
 
 
 class WallClock:
     """Adds up seconds by part; time outside of `part` counts as `other`.
 
     Args:
-        saved: the `state` of an earlier process of the job, which is continued.
-        clock: a source of time.
-        heartbeat: learns of each part as it begins.
+        saved: the `state` of an earlier process of the job, to continue from.
+        clock: a time source.
+        heartbeat: is notified as each part begins.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class WallClock:
         self._part, self._part_start_s = "other", clock()
 
     def begin(self) -> None:
-        """The job begins: the time until now is not counted."""
+        """Begin the job. Time before this is not counted."""
         self._part, self._part_start_s = "other", self._clock()
         self._heartbeat.enter("other")
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside to the part `name`; inside another part it takes its time from that."""
+        """A context whose time counts for the part `name`, and not for an enclosing part."""
         before = self._part
         self._enter(name)
         try:
@@ -53,17 +53,17 @@ class WallClock:
         return self._job["train"]
 
     def total(self) -> dict[str, float]:
-        """The whole job so far: `train_s`, `eval_s`, `checkpoint_s`, `timing_s`, `other_s` and their sum `wall_s`."""
+        """Return the job's `train_s`, `eval_s`, `checkpoint_s`, `timing_s`, `other_s` so far, and their sum `wall_s`."""
         self._enter(self._part)
         return in_seconds(self._job)
 
     def state(self) -> dict[str, dict[str, float]]:
-        """What a later process of the job continues from, as plain data: the seconds so far of the job and of the epoch."""
+        """Return plain data from which a later process of the job continues: seconds of the job and of the epoch."""
         self._enter(self._part)
         return {"job": dict(self._job), "epoch": dict(self._epoch)}
 
     def end_epoch(self) -> dict[str, float]:
-        """The same of the epoch so far, in which no passes are timed; the next one begins."""
+        """Return the same for the epoch, without `timing_s`, and begin the next epoch."""
         self._enter(self._part)
         passed = in_seconds(self._epoch)
         del passed["timing_s"]
@@ -80,5 +80,5 @@ class WallClock:
 
 
 def in_seconds(sums: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by part, as named numbers with their sum."""
+    """Name the seconds of each part, and add their sum."""
     return {f"{part}_s": sums[part] for part in PARTS} | {"wall_s": sum(sums[part] for part in PARTS)}

@@ -1,1 +1,1 @@
-"""What frozen features are worth: k-NN, a linear probe, and how alike two models' features are."""
+"""Evaluate frozen features: k-NN, a linear probe, and the similarity of two models' features."""

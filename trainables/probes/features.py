@@ -1,4 +1,4 @@
-"""The features of a split: each image once, in dataset order, the same on any number of ranks.
+"""Gather the features of a split: each image once, in dataset order, the same for any number of ranks.
 
 Shapes: B batch, M images of the split, N of them that could be read, D features.
 """
@@ -20,9 +20,9 @@ from trainables.metrics.heartbeat import Heartbeat
 
 
 class Features(NamedTuple):
-    """On the CPU."""
+    """Features of images, on the CPU."""
 
-    features_ND: Tensor  # float32, or float64 where they are computed in it
+    features_ND: Tensor  # float32, or float64 if computed in float64
     labels_N: Tensor  # int64
     indices_N: Tensor  # int64, dataset-wide, ascending
 
@@ -35,23 +35,23 @@ def gather_features(
     *,
     main_only: bool = False,
 ) -> Features:
-    """The features `embed` (B, D) of all images of a loader, whose split is "val", on every rank; every rank calls it.
+    """Gather `embed`'s features (B, D) of all images of a "val" loader on every rank. Every rank must call this.
 
-    `embed` is called without gradients, for the images of this rank alone, in the mode that its model is in. Images that cannot
-    be read are left out, see `Loader.skipped`. With `main_only` rank 0 alone has the memory for them, and other ranks get none.
+    `embed` runs without gradients, on this rank's images only, and does not change its model's mode. Unreadable images are left
+    out, see `Loader.skipped`. With `main_only`, only rank 0 gets the features, which saves memory on the others.
 
     Raises:
-        ModelError: features are infinite or not a number.
+        ModelError: features are not finite.
         DataError: the data cannot be read.
     """
     heartbeat = heartbeat or Heartbeat()
-    mine = _embed_all(embed, loader, group, heartbeat)
+    own = _embed_own_batches(embed, loader, group, heartbeat)
     num_images = len(loader.source)
     features_MD: NDArray[Any] = np.empty((0, 0), np.float32)
     is_read_M = np.zeros(num_images, dtype=bool)
-    for _ in range(max(gather_objects(len(mine), group))):
+    for _ in range(max(gather_objects(len(own), group))):
         heartbeat.beat()
-        for part in gather_objects(mine.popleft() if mine else None, group):  # a batch of each rank at a time
+        for part in gather_objects(own.popleft() if own else None, group):  # one batch of each rank at a time
             if part is None:
                 continue
             features_BD, indices_B = part
@@ -70,16 +70,16 @@ def gather_features(
 
 
 @torch.inference_mode()
-def _embed_all(
+def _embed_own_batches(
     embed: Callable[[DeviceBatch], Tensor], loader: Loader, group: Group, heartbeat: Heartbeat
 ) -> deque[tuple[NDArray[Any], NDArray[np.int64]]]:
-    """Features (B, D) and indices (B,) of each of this rank's batches that has images."""
+    """Return the features (B, D) and indices (B,) of this rank's batches, except empty ones."""
     found = deque[tuple[NDArray[Any], NDArray[np.int64]]]()
     for batch in on_device(heartbeat.over(loader.epoch(0)), group.device):
         if len(batch.labels_B):
             batch.wait()
             features_BD = embed(batch)
             dtype = torch.float64 if features_BD.dtype == torch.float64 else torch.float32
-            # A copy of the indices: theirs is the loader's memory.
+            # Copy the indices, which are in the loader's memory.
             found.append((features_BD.to("cpu", dtype).numpy(), batch.host_indices_B.numpy().copy()))
     return found

@@ -1,4 +1,4 @@
-"""k-NN classification on frozen features, by the protocol of DINO (Caron et al. 2021, https://arxiv.org/abs/2104.14294).
+"""k-NN classification on frozen features, with the protocol of DINO (Caron et al. 2021, https://arxiv.org/abs/2104.14294).
 
 Shapes: N training images, M validation images, Q of them at a time, D features, K neighbors.
 """
@@ -13,7 +13,7 @@ from trainables.distributed.group import Group, all_reduce_sum
 from trainables.probes.features import Features
 
 _MAX_SIMILARITIES = 2**25
-"""That are in memory at a time, of images or of neighbors with each other: 128 MiB of float32."""
+"""Maximum number of similarities, or pairs of neighbors, in memory at a time: 128 MiB of float32."""
 
 
 @torch.no_grad()
@@ -26,11 +26,11 @@ def knn(
     temperature: float = 0.07,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Top-1 and top-5 accuracy in percent of a weighted vote, on every rank; every rank calls it with the same features.
+    """Return top-1 and top-5 accuracy in percent of a weighted vote. Every rank must call this with the same features.
 
-    A validation image's nearest training images by cosine similarity vote for their class with exp(similarity / temperature).
-    Among equally near images the earlier ones vote; of classes with equal votes the earlier one is first. The ranks share the
-    work, in blocks that depend on N alone: any number of them gets the same result. `beat` is called for each block.
+    The nearest training images by cosine similarity vote for their class with exp(similarity / temperature). Earlier images win
+    ties of similarity, and earlier classes win ties of votes. The ranks share the work in blocks that depend only on N, so that
+    any number of ranks gives the same result. `beat` is called for each block.
     """
     train_ND = F.normalize(train.features_ND.to(group.device), dim=1)
     labels_N = train.labels_N.to(group.device)
@@ -50,10 +50,10 @@ def knn(
 
 
 def _nearest(similarities_QN: Tensor, num_neighbors: int) -> tuple[Tensor, Tensor]:
-    """The indices (Q, K) of the largest similarities, ascending, and their values; of equal ones the first."""
+    """Return the indices (Q, K) of the largest similarities, ascending, and their values; the first ones win ties."""
     values, nearest = similarities_QN.topk(min(num_neighbors + 1, similarities_QN.shape[1]), dim=1)
     if values.shape[1] > num_neighbors:
-        is_tied_Q = values[:, -1] == values[:, -2]  # topk takes any of these
+        is_tied_Q = values[:, -1] == values[:, -2]  # topk may choose any of these
         nearest = nearest[:, :num_neighbors]
         if is_tied_Q.any():
             nearest[is_tied_Q] = similarities_QN[is_tied_Q].argsort(dim=1, descending=True, stable=True)[:, :num_neighbors]
@@ -62,13 +62,13 @@ def _nearest(similarities_QN: Tensor, num_neighbors: int) -> tuple[Tensor, Tenso
 
 
 def _label_rank(labels_QK: Tensor, weights_QK: Tensor, labels_Q: Tensor) -> Tensor:
-    """How many classes come before that of the label (Q,), of all by the sum of their neighbors' weights, then by number."""
+    """Rank each label's class (Q,), from 0, among all classes by the sum of their neighbors' weights, then by class number."""
     same_QKK = labels_QK[:, :, None] == labels_QK[:, None, :]
-    votes_QK = (same_QKK * weights_QK[:, None, :]).sum(2)  # for each neighbor those of its class
-    is_first_QK = ~same_QKK.tril(-1).any(2)  # of its class: each counts once
+    votes_QK = (same_QKK * weights_QK[:, None, :]).sum(2)  # per neighbor, the votes of its class
+    is_first_QK = ~same_QKK.tril(-1).any(2)  # first of its class, so that each counts once
     is_label_QK, labels_Q1 = labels_QK == labels_Q[:, None], labels_Q[:, None]
     vote_Q1 = torch.where(is_label_QK, votes_QK, 0).amax(1, keepdim=True)
     is_before_QK = (votes_QK > vote_Q1) | ((votes_QK == vote_Q1) & (labels_QK < labels_Q1))
-    # Without a vote the label comes after all that have one, and those without one whose number is lower.
+    # A label without votes ranks after all classes with votes, and after those without votes that have a lower number.
     num_voteless_Q = labels_Q - (is_first_QK & (labels_QK < labels_Q1)).sum(1)
     return (is_first_QK & is_before_QK & ~is_label_QK).sum(1) + torch.where(is_label_QK.any(1), 0, num_voteless_Q)

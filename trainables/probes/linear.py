@@ -17,20 +17,20 @@ from trainables.errors import DataError
 from trainables.probes.features import Features
 
 L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
-"""The penalties that are tried, each from the solution of the one before."""
+"""Penalties to try, each starting from the previous solution."""
 HOLD_OUT = 10
-"""One training image of so many chooses the penalty."""
+"""One in this many training images is held out to choose the penalty."""
 _MAX_NUMBERS = 2**24
-"""The most features or logits in float64 that are in memory at a time: 128 MiB."""
+"""Maximum number of float64 features or logits in memory at a time: 128 MiB."""
 
 
 @torch.no_grad()
 def linear_probe(train: Features, val: Features, group: Group, *, beat: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Top-1 and top-5 accuracy in percent, and `l2`, the penalty, on every rank.
+    """Return top-1 and top-5 accuracy in percent, and `l2`, the penalty.
 
-    Features are standardized by the training images'. Of `L2` that one is taken whose fit on nine tenths of the training images
-    has the most right on the others, which a hash of their index chooses; then all are fitted. Each rank does the whole work, so
-    that any number of them gets the same bits. `beat` is called for each part of a pass over the images.
+    Features are standardized by the training images. The penalty from `L2` is the one whose fit on nine tenths of the training
+    images classifies the rest best; a hash of the index selects these. The final fit is on all training images. Each rank does
+    all of the work, so that any number of ranks gives the same bits. `beat` is called for each part of a pass over the images.
 
     Raises DataError: there are fewer than `HOLD_OUT` training images.
     """
@@ -45,7 +45,7 @@ def linear_probe(train: Features, val: Features, group: Group, *, beat: Callable
     for l2 in L2:
         weights = fit(others, l2, start=tried[-1][2] if tried else None)
         tried.append((accuracy(held_out, weights)["top1_pct"], l2, weights))
-    _, l2, weights = max(tried, key=lambda each: each[0])  # the first of equal ones, which is the simplest
+    _, l2, weights = max(tried, key=lambda each: each[0])  # ties: the first, with the strongest penalty
     weights = fit(whole, l2, start=weights)
     measured = replace(whole, features_ND=val.features_ND.to(device), labels_N=val.labels_N.to(device))
     return {**accuracy(measured, weights), "l2": l2}
@@ -53,7 +53,7 @@ def linear_probe(train: Features, val: Features, group: Group, *, beat: Callable
 
 @dataclass(frozen=True)
 class Rows:
-    """Images to fit or to measure, and how their features are standardized."""
+    """Images to fit or to evaluate, and the standardization of their features."""
 
     features_ND: Tensor
     labels_N: Tensor
@@ -66,7 +66,7 @@ class Rows:
         return replace(self, features_ND=self.features_ND[chosen_N], labels_N=self.labels_N[chosen_N])
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Standardized features with a 1 behind them, for the bias, (B, D + 1) in float64, and labels (B,)."""
+        """Yield standardized features with a trailing 1 for the bias, (B, D + 1) in float64, and labels (B,)."""
         block = max(1, _MAX_NUMBERS // max(self.features_ND.shape[1], self.num_classes))
         for features_BD, labels_B in zip(self.features_ND.split(block), self.labels_N.split(block), strict=True):
             self.beat()
@@ -74,7 +74,7 @@ class Rows:
 
 
 def standardized(features_ND: Tensor, labels_N: Tensor, num_classes: int, beat: Callable[[], None] = lambda: None) -> Rows:
-    """Images whose features have mean 0 and deviation 1; one that is the same for all images is 0."""
+    """Return images whose features have mean 0 and standard deviation 1; constant features become 0."""
     zero_D = torch.zeros(features_ND.shape[1], dtype=torch.float64, device=features_ND.device)
     rows = Rows(features_ND, labels_N, num_classes, zero_D, zero_D + 1, beat)
     mean_D = sum((x[:, :-1].sum(0) for x, _ in rows.batches()), zero_D) / len(labels_N)
@@ -84,7 +84,7 @@ def standardized(features_ND: Tensor, labels_N: Tensor, num_classes: int, beat: 
 
 
 def fit(rows: Rows, l2: float, *, start: Tensor | None = None, max_gradient: float = 1e-5, max_iterations: int = 500) -> Tensor:
-    """The weights of least mean cross-entropy + l2/2·‖weights without the bias‖², by L-BFGS over all images at once.
+    """Minimize mean cross-entropy + l2/2·‖weights without the bias‖² by full-batch L-BFGS, and return the weights.
 
     scikit-learn's `C` is 1 / (l2·N).
     """
@@ -118,7 +118,7 @@ def fit(rows: Rows, l2: float, *, start: Tensor | None = None, max_gradient: flo
 
 
 def accuracy(rows: Rows, weights: Tensor) -> dict[str, float]:
-    """Top-1 and top-5 in percent; with fewer than five classes all are right by the second."""
+    """Return top-1 and top-5 accuracy in percent; with fewer than five classes top-5 is 100."""
     hits = rows.mean_D.new_zeros(2)
     for x_BD, labels_B in rows.batches():
         is_hit_B5 = (x_BD @ weights).topk(min(5, rows.num_classes), dim=1).indices == labels_B[:, None]

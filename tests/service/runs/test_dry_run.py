@@ -77,7 +77,7 @@ def test_ab_trains_students_without_batch_norms() -> None:
 
 def test_unit_wise_clipping_without_timm_is_refused_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm.utils.agc", None)  # Python's own way to mark a module as not importable
-    with pytest.raises(ExperimentError, match=r"optim.clip_grad_agc: it needs timm, which is not installed: `pip install"):
+    with pytest.raises(ExperimentError, match=r"optim.clip_grad_agc: timm is not installed: run `pip install"):
         check_train(small("optim.clip_grad_agc=0.3712"))  # a value of its own: what was checked is remembered
 
 
@@ -200,4 +200,4 @@ def test_what_a_method_cannot_teach_of_two_classes_is_a_notice() -> None:
     lines: list[str] = []
     with notices_to(lines.append):
         check_train(small(*TWO_CLASSES, "distill.method=dkd"))
-    assert lines == ["distill.method: dkd with two classes: nckd is 0, and its other term alone teaches the student"]
+    assert lines == ["distill.method: dkd with two classes: nckd is 0, so only its other term teaches the student"]

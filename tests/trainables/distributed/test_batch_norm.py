@@ -25,7 +25,7 @@ from trainables.errors import ModelError
     ids=str,
 )
 def test_a_batch_norm_of_another_kind_is_refused(norm: nn.Module) -> None:
-    with pytest.raises(ModelError, match=f"a batch norm of its own kind, {type(norm).__name__}: set a.key to off"):
+    with pytest.raises(ModelError, match=f"an unsupported batch norm, {type(norm).__name__}: set a.key to off"):
         convert(nn.Sequential(norm), Group(), key="a.key", off="off")
 
 

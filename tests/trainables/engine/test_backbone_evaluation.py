@@ -150,7 +150,7 @@ def test_a_best_checkpoint_by_a_number_that_is_not_measured_is_refused(tmp_path:
             {"eval": {"best": "loss"}, "distill": {**DISTILL, "method": ["queue"]}},
             "distill.method: queue compares the images of a batch, which does not go with eval.best loss",
         ),
-        ({"eval": {"best": "cosine"}, "distill": {**DISTILL, "method": ["rkd"]}}, "eval.best: cosine is of embed and queue"),
+        ({"eval": {"best": "cosine"}, "distill": {**DISTILL, "method": ["rkd"]}}, "eval.best: cosine needs embed or queue"),
     ):
         with pytest.raises(ExperimentError, match=f"^{says}"):
             train(Group(), backbone(tmp_path, **sections))
@@ -158,8 +158,8 @@ def test_a_best_checkpoint_by_a_number_that_is_not_measured_is_refused(tmp_path:
 
 def test_a_number_that_is_nan_is_no_best_score() -> None:
     progress = Progress(epoch=1)
-    assert progress.take_score(None, None, None, 1.0)
+    assert progress.update_best(None, None, None, 1.0)
     progress.epoch = 2
-    assert progress.take_score(0.5, None, None, 1.0)
-    assert not progress.take_score(None, None, None, 1.0)
+    assert progress.update_best(0.5, None, None, 1.0)
+    assert not progress.update_best(None, None, None, 1.0)
     assert (progress.best_score, progress.best_epoch) == (0.5, 2)

@@ -55,10 +55,10 @@ def test_every_method_of_ours_keeps_the_contract(ranks: RankPool, name: str) -> 
             "no loss reaches methods.MissingTerm.unused.weight, methods.MissingTerm.unused.bias: use it in a loss",
         ),
         ("WrongInitStage", 0, "in the init stage it returns zzz and declares reconstruction"),
-        ("WrongInitStage", 1, "in the init stage its terms do not move what it trains"),
+        ("WrongInitStage", 1, "in the init stage its terms do not train what it trains"),
         ("InitGather", 0, "in the init stage it calls batch.all_gather: declare requires = Requirements(whole_batch=True)"),
         ("HalfTrained", 1, "in the init stage no loss reaches methods.HalfTrained.encoder.bias, methods.HalfTrained.dec"),
-        ("HalfTrained", 5, "in the init stage the gradient is not finite of methods.HalfTrained.encoder.weight"),
+        ("HalfTrained", 5, "in the init stage gradients are not finite: methods.HalfTrained.encoder.weight"),
         ("ReadsAfterAll", 0, "distill.method: it reads logits and declares Requirements(logits=False): leave that out"),
     ],
 )
@@ -74,7 +74,7 @@ def test_an_init_stage_that_keeps_the_contract_has_no_problems(name: str, monkey
 def without_training(name: str, monkeypatch: pytest.MonkeyPatch) -> list[CheckResult]:
     """What is found of a method in single batches on this process alone."""
     for title, problem in check_method.CHECKS.items():
-        if problem.__name__ in ("_workers", "_resumed", "_finite"):
+        if problem.__name__ in ("_check_workers", "_check_resume", "_check_bf16"):
             monkeypatch.setitem(check_method.CHECKS, title, lambda _: None)
     name = name if name in METHODS else f"{own_methods.__file__}:{name}"
     case = Case(name, {}, teacher="resnet8", image_size=8)
@@ -90,7 +90,7 @@ def test_a_forgotten_layer_and_a_forgotten_term_are_found_out(ranks: RankPool) -
 
 def test_rows_of_all_workers_without_a_word_are_found_out(ranks: RankPool) -> None:
     first = next(check(Case(f"{own_methods.__file__}:UndeclaredGather", {}), ranks.run))
-    assert first.title == "its terms are those that it declares, of samples or of the batch"
+    assert first.title == "it returns the terms that it declares, per sample or per batch"
     assert "declare requires = Requirements(whole_batch=True)" in str(first.problem)
 
 
@@ -98,13 +98,13 @@ def test_rows_of_all_workers_without_a_word_are_found_out(ranks: RankPool) -> No
 def test_a_root_at_zero_is_found_out(ranks: RankPool) -> None:
     ((title, problem),) = problems(ranks, "Rooted").items()
     assert title == "a student that equals its teacher has finite gradients"
-    assert problem.startswith("the gradient is not finite of student.")
+    assert problem.startswith("gradients are not finite: student.")
 
 
 @pytest.mark.slow
 def test_memory_outside_the_checkpoint_is_found_out(ranks: RankPool) -> None:
     ((title, problem),) = problems(ranks, "Counting").items()
-    assert title == "a job that was cut off goes on exactly"
+    assert title == "an interrupted job resumes exactly"
     assert "differs" in problem
 
 

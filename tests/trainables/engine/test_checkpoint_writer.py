@@ -117,7 +117,9 @@ def test_safetensors_reads_each_type_and_layout_as_it_was(tmp_path: Path) -> Non
 
 
 def test_a_type_that_the_format_does_not_have_is_refused_in_one_line() -> None:
-    with pytest.raises(CheckpointError, match=r"^a checkpoint cannot hold a, which is of torch\.complex128: store it as another"):
+    with pytest.raises(
+        CheckpointError, match=r"^a checkpoint cannot store a, which has the dtype torch\.complex128: use another"
+    ):
         HostBuffer(CPU).pack({"a": torch.zeros(1, dtype=torch.complex128)})
 
 
@@ -158,7 +160,10 @@ def test_a_disk_that_fills_up_ends_the_training_with_the_checkpoint_before(tmp_p
     before = stage.last.read_bytes()
     more = config(tmp_path, teacher=None, optim={"epochs": 3}, train={"log_every": 1, "checkpoint_every": every})
     full = patch.object(tensor_file, "open", small_writes(1000), create=True)
-    with full, pytest.raises(CheckpointError, match="the previous one still stands: free space, then `distill resume`") as caught:
+    with (
+        full,
+        pytest.raises(CheckpointError, match="the previous one is intact: free space, then run `distill resume`") as caught,
+    ):
         train_on_record(more)
     assert failure_of(caught.value, 0).kind == "user"
     assert "\n" not in str(caught.value)

@@ -84,6 +84,6 @@ def test_a_class_without_a_readable_training_image_is_refused_in_one_line(tmp_pa
         path.write_bytes(b"no image")
     data = {"path": str(folder), "max_bad": 0.9, "global_batch_size": 4}
     with pytest.raises(
-        DataError, match=r"has no readable training image of b, of which teacher.head: class_means needs one: [^\n]+$"
+        DataError, match=r"has no readable training image of b, but teacher.head: class_means needs one per class: [^\n]+$"
     ):
         write(Group(), job(tmp_path / "out", weights, data=data))

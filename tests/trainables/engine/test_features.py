@@ -97,12 +97,12 @@ def test_a_split_without_one_readable_image_is_refused(tmp_path: Path) -> None:
     data = DataConfig(path=str(tmp_path / "images"), image_size=8, loader_workers=0, global_batch_size=2)
     config = settings(tmp_path / "model.safetensors", measure="knn", data=data)
     write_teacher(Path(config.checkpoint), num_classes=3)
-    with pytest.raises(DataError, match="not one image of the split val could be read"):
+    with pytest.raises(DataError, match="no image of the split val could be read"):
         probed(Group(), config)
 
 
 def test_a_tap_that_is_no_vector_is_refused_with_one_that_is(tmp_path: Path) -> None:
     config = settings(tmp_path / "model.safetensors", measure="knn", tap="stage1")
     write_teacher(Path(config.checkpoint), "convnet_small")
-    with pytest.raises(ModelError, match=r"the tap stage1 is \(8, 8, 8\) for an image, not a vector: use pooled"):
+    with pytest.raises(ModelError, match=r"the tap stage1 has the shape \(8, 8, 8\) per image, but must be a vector: use pooled"):
         load_tapped(config)

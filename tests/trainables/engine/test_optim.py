@@ -154,7 +154,7 @@ def test_layer_decay_is_timms() -> None:
     }
     assert {id(p): scale for p, scale in learning_rate_scales(model, optim).items()} == expected
     assert len({*expected.values()}) > 4
-    with pytest.raises(ModelError, match=r"layer_decay: \w+ does not say what its layers are"):
+    with pytest.raises(ModelError, match=r"layer_decay: \w+ does not define its layers"):
         learning_rate_scales(build_model("convnet_small", num_classes=3, image_size=8, seed=0), optim)
 
 

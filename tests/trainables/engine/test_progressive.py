@@ -66,5 +66,5 @@ def test_shares_of_the_epochs_are_rounded_up(tmp_path: Path, epochs: int, sizes:
 
 def test_a_model_of_a_fixed_size_is_refused_with_what_to_write(tmp_path: Path) -> None:
     fixed = VIT.replace(", dynamic_img_size=True", "")
-    with pytest.raises(ModelError, match=r"images of 4×4 .*: leave train.progressive out, or .* student.args: {dynamic_img_size"):
+    with pytest.raises(ModelError, match=r"images of 4×4 .*: remove train.progressive, or .* student.args: {dynamic_img_size"):
         build(settings(tmp_path, "fixed", model=fixed), Group(), Recorded(), no_telemetry)

@@ -93,6 +93,6 @@ def test_a_training_whose_init_stage_left_another_model_is_refused_in_one_line(t
     init, settings = jobs(tmp_path, {"ft": {"init_epochs": 1}})
     train(Group(), init.model_copy(update={"model": "resnet14"}))
     assert settings.init_checkpoint is not None
-    assert checkpoint.read_about(Path(settings.init_checkpoint))["stage"] == "student-init"
-    with pytest.raises(CheckpointError, match="holds resnet14 with 10 classes, the experiment asks for resnet8"):
+    assert checkpoint.read_metadata(Path(settings.init_checkpoint))["stage"] == "student-init"
+    with pytest.raises(CheckpointError, match="holds resnet14 with 10 classes, but the experiment has resnet8"):
         train(Group(), settings)

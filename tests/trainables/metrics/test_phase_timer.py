@@ -181,7 +181,7 @@ def test_quantiles_keep_a_bounded_history_and_means_do_not_forget(monkeypatch: p
 
 def test_of_several_ranks_the_extremes_are_those_of_any_and_the_other_numbers_are_means() -> None:
     fast, slow = (Statistics(mean=at + 3, min=at, max=at + 9, p50=at + 2, p95=at + 8) for at in (1.0, 11.0))
-    assert Statistics.of_ranks([fast, slow]) == Statistics(mean=9, min=1, max=20, p50=8, p95=14)
+    assert Statistics.merge([fast, slow]) == Statistics(mean=9, min=1, max=20, p50=8, p95=14)
 
 
 def test_an_unfinished_step_is_dropped_when_the_next_one_starts() -> None:

@@ -161,7 +161,7 @@ def test_a_teacher_that_is_fine_tuned_sees_what_its_weights_record_and_so_does_i
     assert seen[0].min() >= -1
     trained = given.model_copy(update={"weights": str(tmp_path / "run/checkpoints/best.safetensors")})
     assert teacher_input(trained, job_config.data) == teacher_input(given, job_config.data)
-    about = checkpoint.read_about(Path(trained.weights))
+    about = checkpoint.read_metadata(Path(trained.weights))
     assert (about["image_size"], about["mean"], about.get("val_resize")) == (16, [0.5] * 3, None)
 
 

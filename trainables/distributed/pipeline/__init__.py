@@ -1,1 +1,1 @@
-"""One model over several devices: where it can be cut, what its parts cost, and how micro-batches flow through them."""
+"""Run one model over several devices: cut it, estimate the cost of its parts, and pipeline micro-batches through them."""

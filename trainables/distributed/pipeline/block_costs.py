@@ -1,6 +1,6 @@
-"""What the blocks of a model cost on a device: each is timed alone, its forward and its backward pass apart.
+"""Measure what each block of a model costs on a device: forward and backward time, parameters and activations.
 
-One block at a time is on the device, so that a model which does not fit it can be timed.
+Only one block is on the device at a time, so a model that does not fit the device can be measured too.
 """
 
 import copy
@@ -17,15 +17,15 @@ from trainables.errors import ModelError
 from trainables.failures import is_single_value, kind_of
 
 ROUNDS = 5
-"""The shortest counts: what else a machine does only adds, as the first one's choice of kernels does."""
+"""The fastest round counts, since other load and the choice of kernels in the first round only add time."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What lies between two neighbouring cut points. Seconds and activations are of one micro-batch."""
+    """The layers between two neighboring cut points. Times and activations are for one micro-batch."""
 
     begins_at: str
-    """The module that names the cut before it; empty for the first block."""
+    """The module at the cut before the block; empty for the first block."""
     forward_s: float
     backward_s: float
     parameter_bytes: int
@@ -41,9 +41,9 @@ def measure_blocks(
     *,
     training: bool = True,
 ) -> list[Block]:
-    """The blocks between these cut points, timed with `images_BCHW`, a micro-batch, on its device. `model` stays as it is.
+    """Measure the blocks between `cuts` on one micro-batch `images_BCHW`, on its device. `model` is not changed.
 
-    Without `training`: as a frozen teacher runs, forward only.
+    Without `training`, run only the forward pass, as for a frozen teacher.
 
     Raises ModelError: a block does not fit the device, or its batch norm refuses a single image.
     """
@@ -68,7 +68,7 @@ def measure_blocks(
 def _measure(
     name: str, part: nn.Module, received: Tensor, autocast: Callable[[], AbstractContextManager[None]], training: bool
 ) -> tuple[Block, Tensor]:
-    """A block, and what it sends to the next one."""
+    """Return a block's costs and its output."""
     received = received.detach().requires_grad_(training and bool(name))
     stored_bytes = dict[int, int]()
     own = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), *part.buffers())}
@@ -77,7 +77,7 @@ def _measure(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             stored_bytes[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # a node that saves its own output would keep itself, and the model's copy, for ever
+        return tensor.detach()  # detach: a node that saves its own output is a cycle, which would leak the model's copy
 
     def forward() -> Tensor:
         with autocast():
@@ -101,7 +101,7 @@ def _measure(
 
 
 def _now_s(device: torch.device) -> float:
-    """When the device has done its work."""
+    """Return the time once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

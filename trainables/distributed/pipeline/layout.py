@@ -1,4 +1,4 @@
-"""The ranks of a job as replicas of a model, each a row of pipeline stages."""
+"""Arrange the ranks of a job as replicas of a model, each made of pipeline stages."""
 
 import socket
 from dataclasses import dataclass, replace
@@ -17,19 +17,19 @@ class Layout:
     """This rank's replica and pipeline stage."""
 
     job: Group
-    """All ranks."""
+    """All ranks of the job."""
     replicas: Group
-    """The ranks that have the same pipeline stage: `replicas.rank` is this replica's index."""
+    """The ranks with the same pipeline stage: `replicas.rank` is the index of this rank's replica."""
     pipeline: Group
-    """The ranks of this replica: `pipeline.rank` is this pipeline stage's index."""
-    hosts: Group
-    """The same ranks, with a process group for CPU tensors: batches."""
+    """The ranks of this replica: `pipeline.rank` is the index of this rank's stage."""
+    cpu_group: Group
+    """The same ranks, with a process group for CPU tensors, which sends batches."""
     writers: Group
-    """The same for the threads that write checkpoints."""
+    """Like `cpu_group`, for the threads that write checkpoints."""
 
     @property
     def has_stages(self) -> bool:
-        """Whether a replica is divided among ranks."""
+        """Whether a replica spans several ranks."""
         return self.pipeline.world_size > 1
 
     @property
@@ -44,17 +44,17 @@ class Layout:
 
 
 _built = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Group, int], Layout]]()
-"""By the process group of all ranks, with which the others end."""
+"""Layouts by the process group of all ranks: they become invalid together."""
 
 
 def build_layout(group: Group, num_stages: int) -> Layout:
-    """Rank r is stage r mod `num_stages` of replica r div `num_stages`: neighbours share a replica. Every rank calls it.
+    """Make rank r stage r mod `num_stages` of replica r div `num_stages`. Every rank must call this.
 
-    The jobs that a process runs one after the other have the same process groups: torch keeps each until all are destroyed.
+    Successive jobs of a process share process groups, since torch keeps each group until all are destroyed.
     """
     if num_stages == 1:
         alone = Group(local_rank=group.local_rank, device=group.device)
-        return Layout(job=group, replicas=group, pipeline=alone, hosts=alone, writers=alone)
+        return Layout(job=group, replicas=group, pipeline=alone, cpu_group=alone, writers=alone)
     assert dist.group.WORLD is not None
     built = _built.setdefault(dist.group.WORLD, {})
     if (group, num_stages) not in built:
@@ -74,5 +74,5 @@ def _build_pipeline_stages(group: Group, num_stages: int) -> Layout:
         return replace(found, local_rank=nodes[:rank].count(nodes[rank]))
 
     pipeline = part("stage")
-    hosts, writers = (replace(pipeline, device=torch.device("cpu"), process_group=gloo_group(pipeline)) for _ in range(2))
-    return Layout(group, part("replica"), pipeline, hosts, writers)
+    cpu_group, writers = (replace(pipeline, device=torch.device("cpu"), process_group=gloo_group(pipeline)) for _ in range(2))
+    return Layout(group, part("replica"), pipeline, cpu_group, writers)

@@ -1,4 +1,4 @@
-"""Runs one rank's stage of a pipeline: micro-batches forward and backward by a schedule of `torch.distributed.pipelining`.
+"""Run one rank's pipeline stage on micro-batches, with a schedule of `torch.distributed.pipelining`.
 
 Shapes: B samples of a replica's batch, S samples of a micro-batch, C channels, H W pixels, K classes.
 """
@@ -17,13 +17,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from trainables.distributed.group import Group, gather_objects
 
 Forward = Callable[[Tensor], Tensor]
-"""From what a stage receives of a micro-batch (S, …) to what it sends on; of the last stage to what comes out of the pipeline."""
+"""Maps a stage's input for a micro-batch (S, …) to what it sends on; on the last stage, to the output of the pipeline."""
 Mark = Callable[[str], None]
-"""Is called at the end of what the rank does: `student` for a forward pass, `backward`, and `bubble` for waiting in between."""
+"""Called at the end of each activity: `student` (a forward pass), `backward`, and `bubble` (waiting in between)."""
 
 
 def _stage_inputs(forward: Forward, images_BCHW: Tensor, stages: Group) -> list[Tensor]:
-    """What each stage receives of two images, on the meta device: one after the other passes blank ones on."""
+    """Return each stage's input for two images, on the meta device, by passing blank images through the stages."""
     inputs = [images_BCHW.to("meta")]
     for index in range(stages.world_size - 1):
         sent = None
@@ -35,10 +35,10 @@ def _stage_inputs(forward: Forward, images_BCHW: Tensor, stages: Group) -> list[
 
 
 class PipelineRunner(nn.Module):
-    """One rank's stage, which torch's schedules call for each micro-batch, and the schedules that have run it."""
+    """One rank's stage, which torch's schedules call for each micro-batch."""
 
     def __init__(self, forward: Forward, images_BCHW: Tensor, stages: Group, schedule: str) -> None:
-        """`images_BCHW`: two, of which the shape counts; `schedule`: of training. Every rank calls it, its stage in eval mode."""
+        """`images_BCHW` are two images that give the shape, `schedule` is for training. Every rank calls this in eval mode."""
         super().__init__()
         self._stages, self._stage_forward, self._schedule = stages, forward, schedule
         self._inputs = _stage_inputs(forward, images_BCHW, stages)
@@ -54,18 +54,18 @@ class PipelineRunner(nn.Module):
         training: bool = True,
         mark: Mark = lambda phase: None,
     ) -> Tensor | None:
-        """Forward and, in training, backward of a batch; gradients are added to the parameters'.
+        """Run forward and, in training, backward on a batch, adding to the parameters' gradients.
 
-        Micro-batches differ by one sample at most, the larger ones come first. None is empty. Only the number of images counts on
-        other stages than the first. In training the last one has `loss`, from what it receives to the loss (a scalar) of each
-        micro-batch, in their order; else it returns its output for the whole batch.
+        Micro-batches differ by one sample at most, larger ones come first, and none is empty. On stages after the first, only
+        the number of images counts. In training, the last stage passes `loss`, which maps its input for each micro-batch, in
+        order, to a scalar loss. Otherwise the last stage returns its output for the whole batch.
         """
         parts = images_BCHW.tensor_split(min(len(images_BCHW), num_micro_batches))
         stage, schedule = self._schedule_for(len(parts), len(parts[0]), training)
         self._pass, self._parts, self._largest = loss or self._stage_forward, iter(parts), len(parts[0])
         self._mark = stage.mark = mark
-        # Torch divides what it is given evenly: numbers, for which `forward` takes the images. Without a target for each
-        # micro-batch it does not ask for its loss, which is the last stage's output already.
+        # Torch chunks its arguments evenly, so pass one index per micro-batch, and `forward` takes the images. The target only
+        # makes torch compute a loss, which the last stage's output already is.
         numbers = torch.arange(len(parts))
         arguments, target = [numbers] if self.is_first else [], numbers if self.is_last and training else None
         try:
@@ -74,18 +74,18 @@ class PipelineRunner(nn.Module):
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            raise error.__cause__ from None  # torch wraps it, with the tensors it was called with
-        # What it received, and what the loss refers to, would stay in memory until the next run.
+            raise error.__cause__ from None  # torch wraps the error and dumps its tensors
+        # Otherwise inputs and what the loss refers to would stay in memory until the next run.
         stage.clear_runtime_states()
         del self._pass, self._parts
         mark("bubble")
         return output
 
     def forward(self, received: Tensor) -> Tensor:
-        """What torch calls for each micro-batch, in their order.
+        """Run the stage on the next micro-batch; torch calls this.
 
-        Torch's schedules send tensors of one shape. A smaller micro-batch has a row more on its way, which no module gets: batch
-        norm sees samples only.
+        Torch's schedules send tensors of one shape, so a smaller micro-batch is padded by a row, which is removed before any
+        module, such as batch norm, sees it.
         """
         self._mark("bubble")
         part = next(self._parts)
@@ -98,12 +98,12 @@ class PipelineRunner(nn.Module):
     def _schedule_for(self, number: int, size: int, training: bool) -> tuple[_TimedStage, PipelineScheduleSingle]:
         if (number, size, training) not in self._built:
             index, num_stages = self._stages.rank, self._stages.world_size
-            # The first stage receives the number of a micro-batch. What the last one gives is sent to none.
+            # The first stage receives the index of a micro-batch. The output of the last one is not sent.
             tensors = [torch.empty(1, dtype=torch.int64, device="meta"), *(_sized(each, size) for each in self._inputs[1:])]
             sent = tensors[min(index + 1, num_stages - 1)]
             device, group = self._stages.device, self._stages.process_group
             stage = _TimedStage(self, index, num_stages, device, input_args=tensors[index], output_args=sent, group=group)
-            # 1F1B refuses fewer micro-batches than stages; it would run them in GPipe's order.
+            # 1F1B refuses fewer micro-batches than stages. In that case its order would equal GPipe's.
             kind = get_schedule_class(self._schedule if training and number >= num_stages else "gpipe")
             loss = (lambda output, target: output) if training else None
             self._built[number, size, training] = stage, kind(stage, number, loss_fn=loss, scale_grads=False)
@@ -115,7 +115,7 @@ def _sized(input: Tensor, num_samples: int) -> Tensor:
 
 
 class _TimedStage(PipelineStage):
-    """Marks the ends of its backward passes, and of the waiting before them."""
+    """A stage that marks the end of each backward pass, and of the wait before it."""
 
     mark: Mark
 

@@ -1,4 +1,4 @@
-"""The stages of a model: the parts of its graph, over its own modules and under their names."""
+"""Split a model into stages: parts of its graph that share its modules and their names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainables.distributed.pipeline.graph import mode_of, module_paths, tensor_
 
 
 def split(model: nn.Module, cuts: Sequence[str]) -> list[fx.GraphModule]:
-    """What the stages of a model run in its present mode, each beginning with the module that a cut names.
+    """Split a model, in its current mode, into stages that each begin with the module that a cut names.
 
-    From the tensor of the stage before (the images, for the first) to that of the next (the model's output). They share the
-    model's modules and parameters, under the same names. Modules that hold no cut are called as they are.
+    Each stage maps one tensor to one tensor: the first takes the images, the last returns the model's output. The stages share
+    the model's modules and parameters under the same names. Modules without a cut inside are called as a whole.
 
-    `cuts`: of `cut_points`, in their order. Raises ModelError: the forward cannot be traced.
+    `cuts` come from `cut_points`, in that order. Raises ModelError: the forward cannot be traced.
     """
     expand = {cut.rsplit(".", count)[0] for cut in cuts for count in range(1, cut.count(".") + 1)}
     nodes = [node for node in trace(model, expand).nodes if node.op != "get_attr"]
@@ -26,10 +26,10 @@ def split(model: nn.Module, cuts: Sequence[str]) -> list[fx.GraphModule]:
 
 
 def _part(nodes: Sequence[fx.Node], first: int, end: int) -> fx.Graph:
-    """The nodes [first, end) as a graph of their own: one tensor in, one out."""
+    """Copy the nodes [first, end) into a graph with one input and one output tensor."""
     part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     before, inside, later = set(nodes[:first]), nodes[first:end], set(nodes[end:])
-    if first:  # before all nodes: a graph's inputs come first
+    if first:  # add the input first, as it has to precede all nodes
         (received,) = {node for other in inside for node in other.all_input_nodes if node in before}
         copies[received] = part.placeholder("received")
 
@@ -47,9 +47,9 @@ def _part(nodes: Sequence[fx.Node], first: int, end: int) -> fx.Graph:
 
 
 def become_stage(model: nn.Module, cuts: Sequence[str], index: int) -> None:
-    """Turn a model into one of its stages, see `split`: it runs that alone, and has no parameters and buffers of the others.
+    """Turn a model into one of its stages, see `split`, and drop the parameters and buffers of the others.
 
-    Those that no stage computes with stay. It has a graph for each mode, as some models compute more in training.
+    Tensors that no stage uses stay. There is a graph for each mode, since some models compute more in training.
     """
     parts = {}
     for training in (True, False):
@@ -64,7 +64,7 @@ def become_stage(model: nn.Module, cuts: Sequence[str], index: int) -> None:
                 ids = tensor_ids(member)
                 if ids and ids <= others and f"{path}.{name}".removeprefix(".") not in called:
                     setattr(module, name, None)
-    # Tensors that a forward makes are attributes of the model once it is traced. They are no state, and move with it.
+    # Tracing stores constant tensors as attributes of the model. As non-persistent buffers they move with it.
     for stages in parts.values():
         for name, constant in stages[index].named_buffers(recurse=False):
             if name in vars(model):
@@ -75,5 +75,5 @@ def become_stage(model: nn.Module, cuts: Sequence[str], index: int) -> None:
     def forward(self: nn.Module, received: Tensor) -> object:
         return forwards[self.training](self, received)
 
-    # A class of its own: an attribute of the model that refers to the model would outlive the job until a collection.
+    # A new class rather than an attribute: a bound method would make a cycle that keeps the model alive until a collection.
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})

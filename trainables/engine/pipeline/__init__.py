@@ -1,1 +1,1 @@
-"""The training of a model that is cut into pipeline stages: what differs from that of a whole one on each rank."""
+"""Training of a model that is cut into pipeline stages, where it differs from training a whole model on each rank."""

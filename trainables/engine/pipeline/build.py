@@ -1,4 +1,4 @@
-"""Cut a job's student into pipeline stages: where, and what of it and of its methods a rank has."""
+"""Cut a job's student into pipeline stages."""
 
 import logging
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import nn
 from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes
 from trainables.device.tensor_format import autocast, tensor_format
-from trainables.distributed.group import from_rank
+from trainables.distributed.group import broadcast_result
 from trainables.distributed.pipeline.block_costs import Block, measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
 from trainables.distributed.pipeline.layout import Layout
@@ -28,14 +28,14 @@ log = logging.getLogger("raydistill")
 
 
 def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[str]:
-    """Where the student may be cut: before all that its methods read. With `scale.cut` those cuts.
+    """Return the points where the student can be cut, all before the taps that methods read; or `scale.cut`, if set.
 
-    Raises ModelError: it cannot be cut so.
+    Raises ModelError: the student cannot be cut like that.
     """
     stages, model, cuts = config.scale.pipeline_stages, config.model, config.scale.cut
     if (size := trained_model_input(config).image_size) != config.data.image_size:
         raise ModelError(
-            f"scale.pipeline_stages: {model}, which is fine-tuned, sees crops of {config.data.image_size} px resized to {size}: "
+            f"scale.pipeline_stages: the fine-tuned {model} takes crops of {config.data.image_size} px resized to {size}: "
             f"set data.image_size to {size}, or scale.pipeline_stages to 1"
         )
     points = cut_points(module.student, config.data.image_size, module.tapped_modules)
@@ -47,11 +47,11 @@ def possible_cuts(config: TrainConfig, module: DistillationModule) -> list[str]:
         return points
     if unknown := [cut for cut in cuts if cut not in points]:
         names, read = ", ".join(points) or "none", f"; methods read {read}" if read else ""
-        raise ModelError(f"scale.cut: model {model} cannot be cut before {unknown[0]}: choose among {names}{read}")
+        raise ModelError(f"scale.cut: model {model} cannot be cut before {unknown[0]}: choose from {names}{read}")
     if any(points.index(first) >= points.index(then) for first, then in pairwise(cuts)):
-        raise ModelError("scale.cut: give its modules in the order of the forward pass, each once")
+        raise ModelError("scale.cut: list the modules in the order of the forward pass, each once")
     for begin, stage in zip(["the images", *cuts], split(module.student, cuts), strict=True):
-        if not any(parameter.requires_grad for parameter in stage.parameters()):  # which torch's optimizers refuse
+        if not any(parameter.requires_grad for parameter in stage.parameters()):  # torch's optimizers refuse this
             raise ModelError(f"scale.cut: the stage that begins with {begin} has no parameters to train: cut elsewhere")
     return list(cuts)
 
@@ -64,8 +64,9 @@ def stage_costs(
     *,
     teacher_is_sharded: bool,
 ) -> StageCosts:
-    """Time the parts of `module`'s student and the teachers, networks that run on the last stage or are sharded over those of all
-    replicas, on this device.
+    """Time the blocks of `module`'s student, and the teachers, on this device.
+
+    `teachers` are networks that run on the last stage, or are sharded over the last stages of all replicas.
 
     Raises ModelError: see `possible_cuts`, `measure_blocks`.
     """
@@ -73,27 +74,27 @@ def stage_costs(
     size, (dtype, layout) = config.data.image_size, tensor_format(config)
     num_samples = -(-replica_batch(config) // num_micro_batches(config))
     images_BCHW = torch.rand(num_samples, 3, size, size, device=device, dtype=dtype).to(memory_format=layout)
-    in_precision, of_teacher = autocast(config.precision, device), list[Block]()
+    precision, teacher_blocks = autocast(config.precision, device), list[Block]()
     for teacher in teachers:
-        of_teacher += measure_blocks(teacher, [], images_BCHW, in_precision, training=False)  # as a whole, with its own input
+        teacher_blocks += measure_blocks(teacher, [], images_BCHW, precision, training=False)  # as a single block
     return StageCosts(
-        measure_blocks(module.student, points, images_BCHW, in_precision),
+        measure_blocks(module.student, points, images_BCHW, precision),
         config.scale.pipeline_stages,
         pipeline_micro_batches(config),
         config.scale.schedule,
         parameter_copies(config.optim),
         memory_bytes(device),
-        sum(block.forward_s for block in of_teacher),
-        sum(block.parameter_bytes for block in of_teacher) / (config.scale.num_replicas if teacher_is_sharded else 1),
+        sum(block.forward_s for block in teacher_blocks),
+        sum(block.parameter_bytes for block in teacher_blocks) / (config.scale.num_replicas if teacher_is_sharded else 1),
     )
 
 
 def with_saved_cut(config: TrainConfig, path: Path) -> TrainConfig:
-    """With the cut of a checkpoint of as many stages, where `scale.cut` is absent: a resume ends with the same bits.
+    """Set `scale.cut`, if absent, to the cut of a checkpoint with as many stages, so that a resume gives the same bits.
 
     Raises CheckpointError: the file is damaged.
     """
-    saved = checkpoint.read_about(path).get("pipeline") or {}
+    saved = checkpoint.read_metadata(path).get("pipeline") or {}
     if config.scale.cut is not None or saved.get("pipeline_stages") != config.scale.pipeline_stages or saved["cut"] is None:
         return config
     return _with_cut(config, saved["cut"])
@@ -106,12 +107,12 @@ def _with_cut(config: TrainConfig, cut: list[str]) -> TrainConfig:
 def cut_student(
     config: TrainConfig, layout: Layout, module: DistillationModule, teachers: Sequence[nn.Module], *, teacher_is_sharded: bool
 ) -> TrainConfig:
-    """Make `module`'s student, which is on the CPU, this rank's stage of it on its device. Returns the job with its cut.
+    """Reduce `module`'s student, on the CPU, to this rank's stage, and move that to the device. Return the config with its cut.
 
-    Every rank calls it; the last stage's have the methods and the teacher. Where the cut is open the last stage of the first
-    replica finds it. The memory of other stages is freed.
+    Every rank must call this; those of the last stage have the methods and the teacher. Without `scale.cut`, the last stage of
+    the first replica chooses the cut. Frees the memory of other stages.
 
-    Raises ModelError: see `possible_cuts`, `choose_cut`; on every rank.
+    Raises ModelError: on every rank; see `possible_cuts`, `choose_cut`.
     """
     scale, device = config.scale, layout.pipeline.device
 
@@ -121,10 +122,10 @@ def cut_student(
         costs = stage_costs(config, module, teachers, device, teacher_is_sharded=teacher_is_sharded)
         return [costs.blocks[first].begins_at for first in choose_cut(costs)[1:]]
 
-    cuts = from_rank(find_cut, layout.job, scale.pipeline_stages - 1)
+    cuts = broadcast_result(find_cut, layout.job, scale.pipeline_stages - 1)
     log.info("%s: %s in %d stages, cut before %s", config.stage, config.model, scale.pipeline_stages, ", ".join(cuts))
     log.info("%s: %d micro-batches, %s", config.stage, pipeline_micro_batches(config), scale.schedule)
-    if teacher_is_sharded:  # this rank may have no teacher, and the first one writes the log
+    if teacher_is_sharded:  # logged here, as rank 0, which writes the log, may have no teacher
         log.info("%s: the teacher is sharded over the last stages of %d replicas", config.stage, scale.num_replicas)
     become_stage(module.student, cuts, layout.pipeline.rank)
     module.student.to(device)

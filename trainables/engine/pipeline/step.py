@@ -1,4 +1,4 @@
-"""One training step on one pipeline stage: forward and backward of the replica's micro-batches, one update of the stage.
+"""The train step of one pipeline stage: forward and backward of the replica's micro-batches, then one update.
 
 Shapes: S samples of a micro-batch, C channels, H W pixels.
 """
@@ -18,34 +18,34 @@ from trainables.distributed.pipeline.runner import Forward, PipelineRunner
 from trainables.engine.job import Logits, TrainStep
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher
-from trainables.engine.updates import SharedUpdate, UpdateSettings, average, put
+from trainables.engine.updates import SharedUpdate, UpdateSettings, all_reduce_mean, assign_grads
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.models.forward import logits_and_aux
 from trainables.rules import pipeline_micro_batches
 
 
 class PipelineUpdate(SharedUpdate):
-    """One optimizer for the parameters of this rank's pipeline stage, by the mean gradients of all replicas. No DDP."""
+    """One optimizer for this rank's pipeline stage, with gradients averaged over replicas without DDP."""
 
-    noise_obstacle = "with scale.pipeline_stages it is not measured"
+    noise_disabled_reason = "scale.pipeline_stages does not support it"
 
     def __init__(
         self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, stages: Group, clip_grad_norm: float | None
     ) -> None:
-        """`clip_grad_norm`: of the gradients of all stages, in place of the settings' own."""
+        """`clip_grad_norm` limits the norm over all stages, and replaces the clipping of `settings`."""
         super().__init__(module, optimizer, settings)
         self._stages = stages
         if clip_grad_norm is not None:
             self._clip = partial(self._clip_norm, max_norm=clip_grad_norm)
 
     def end_backward(self, count: GlobalCount) -> None:
-        """One all-reduce: the stages end at different times, so that it overlaps with others."""
+        """All-reduce once. This overlaps with other stages, since stages finish at different times."""
         parameters = self._optimizer.parameters
-        put(parameters, average([parameter.grad for parameter in parameters], self._group))
+        assign_grads(parameters, all_reduce_mean([parameter.grad for parameter in parameters], self._group))
 
     def _clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients).to(self._stages.device)  # without gradients it is zero on the CPU
+        norm = nn.utils.get_total_norm(gradients).to(self._stages.device)  # without gradients the norm is a zero on the CPU
         total = all_reduce_sum(norm.double() ** 2, self._stages).sqrt()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total.to(norm.dtype))
 
@@ -58,22 +58,22 @@ def pipeline_step(
     step: int,
     timer: PhaseTimer,
 ) -> None:
-    """What `trainables.engine.train.train_step` does, for a model of which this rank has one stage.
+    """Do what `trainables.engine.train.train_step` does, on a rank that has one pipeline stage.
 
-    Phases: `student` is a stage's forward passes, on the last one with the methods and the losses; `backward` ends with the
-    all-reduce over the replicas; `bubble` is the time in which the stage waits for its neighbours.
+    Phases: `student` is the stage's forward passes, on the last stage with the methods and the losses; `backward` ends with the
+    all-reduce over replicas; `bubble` is the time spent waiting for neighboring stages.
     """
     batch.wait()
     timer.mark("h2d")
     count = GlobalCount(len(batch.labels_B), train_state.group, num_samples=batch.num_samples)
-    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
+    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_dummy_images)
     timer.mark("augment")
-    divided = [micro_batches(part, num_micro_batches, train_state.num_blank_images) for part in parts]
+    divided = [micro_batches(part, num_micro_batches, train_state.num_dummy_images) for part in parts]
     if runner.is_last:
         max_calls = train_state.accumulate * num_micro_batches
         train_state.teacher.skip(parts[0].images_BCHW, max_calls - sum(map(len, divided)))
     for part, each in zip(parts, divided, strict=True):
-        loss = _losses(train_state, each, count, step, timer) if runner.is_last else None
+        loss = _loss_fn(train_state, each, count, step, timer) if runner.is_last else None
         runner.run(part.images_BCHW, len(each), loss=loss, mark=timer.mark)
     train_state.update.end_backward(count)
     timer.mark("backward")
@@ -81,8 +81,8 @@ def pipeline_step(
     timer.mark("optimizer")
 
 
-def _losses(train_state: TrainState, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
-    """What the last stage does with each micro-batch. The teacher runs for all of them while the first one is on its way."""
+def _loss_fn(train_state: TrainState, parts: Sequence[DeviceBatch], count: GlobalCount, step: int, timer: PhaseTimer) -> Forward:
+    """Return the last stage's loss function. The teacher runs on all micro-batches while the first is still in earlier stages."""
     epochs_passed = train_state.epochs.passed(step)
     remaining = iter([(each, run_teacher(train_state, each)) for each in parts])
     timer.mark("teacher")
@@ -97,10 +97,10 @@ def _losses(train_state: TrainState, parts: Sequence[DeviceBatch], count: Global
 
 
 def pipeline_functions(config: TrainConfig, layout: Layout, train_state: TrainState) -> tuple[TrainStep, Logits]:
-    """The steps of training and evaluation of a rank that has one stage of the model; every rank calls it."""
+    """Return the train step and the evaluation forward of a rank with one stage. Every rank must call this."""
     module = train_state.distillation_module
     if not (layout.is_first or layout.is_last):
-        train_state.prepare = lambda batch: batch  # it has no pixels
+        train_state.prepare = lambda batch: batch  # a middle stage has no pixels
 
     def forward(received: Tensor) -> Tensor:
         with train_state.autocast():

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainables.config import DeviceAugmentConfig, FillConfig, TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.data.storage.free_space import format_bytes, free_bytes
-from trainables.distributed.group import Group, from_rank
+from trainables.distributed.group import Group, broadcast_result
 from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.init_stage import longest_init_stage
@@ -55,7 +55,7 @@ class CachedTeacher(RowTeacher):
         publishes = isinstance(config, FillConfig) and config.publish
         more_bytes = augmentation_bytes(config, len(loader.source), num_epochs) if publishes else 0
         epoch_rows = loader.samples_per_epoch if self.row_format.mixed else len(loader.source)  # the others have no partners
-        from_rank(lambda: _prepare(self.store, self.row_format, epoch_rows, num_epochs, writes, more_bytes), group)
+        broadcast_result(lambda: _prepare(self.store, self.row_format, epoch_rows, num_epochs, writes, more_bytes), group)
         self.writer = CacheWriter(self.store) if writes else None
         self._network = list[TeacherNetwork]()
         self._validation: Self | None = None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trainables.config import TrainConfig
 from trainables.data.loader.loader import Loader
 from trainables.device.tensor_format import teacher_precision
-from trainables.distributed.group import Group, from_each, from_rank
+from trainables.distributed.group import Group, all_gather_results, broadcast_result
 from trainables.errors import DataError, ExperimentError
 from trainables.models.model_input import teacher_input
 from trainables.models.weights import teacher_sha256
@@ -43,7 +43,7 @@ def shared_key_parts(
     """The parts of a job's key, on every rank; every rank calls it. Raises DistillError: see `check_same_data`, `key_parts`."""
     assert config.teacher is not None
     images = check_same_data(config.data.path, loader, group, str(config.teacher.rows_from))
-    return from_rank(lambda: key_parts(config, images, classes, row_format), group)
+    return broadcast_result(lambda: key_parts(config, images, classes, row_format), group)
 
 
 def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageSet:
@@ -60,7 +60,7 @@ def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageS
         images = (len(loader.source), loader.source.fingerprint()) if group.local_rank == 0 else None
         return socket.gethostname(), loader.decoder, images
 
-    ranks = from_each(read, group)
+    ranks = all_gather_results(read, group)
     (_, first_host, first), *others = [(rank, host, images) for rank, (host, _, images) in enumerate(ranks) if images is not None]
     for rank, host, images in others:
         if images != first:

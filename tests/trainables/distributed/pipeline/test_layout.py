@@ -7,7 +7,7 @@ from trainables.distributed.rank_pool import RankPool
 
 def shared(group: Group) -> tuple[bool, list[int]]:
     first, second = build_layout(group, 2), build_layout(group, 2)
-    return first is second, gather_objects(group.rank, second.hosts)
+    return first is second, gather_objects(group.rank, second.cpu_group)
 
 
 def test_jobs_of_a_process_share_their_groups_until_all_are_destroyed(ranks: RankPool) -> None:

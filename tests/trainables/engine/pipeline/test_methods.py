@@ -32,7 +32,7 @@ def test_a_method_that_cannot_be_trained_in_stages_is_refused_in_one_line(name: 
 
 @pytest.mark.parametrize("cut", [["layer2", "layer1"], ["layer2", "layer2"]])
 def test_cuts_are_in_the_order_of_the_forward_pass(cut: list[str], tmp_path: Path) -> None:
-    with pytest.raises(DistillError, match="give its modules in the order"):
+    with pytest.raises(DistillError, match="list the modules in the order"):
         check_fit(in_stages("kd", tmp_path, 3, cut=cut), 4)
 
 

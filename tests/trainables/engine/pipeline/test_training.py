@@ -179,7 +179,7 @@ def test_a_kill_leaves_the_earlier_checkpoint_or_the_new_one(
     whole = many.run(2, train, job(tmp_path / "whole", 2, 1, **sections))
     with pytest.raises(RankDiedError):
         many.run(2, train_until_killed, job(tmp_path / "killed", 2, 1, **sections), rank, function)
-    assert checkpoint.read_about(tmp_path / "killed" / "checkpoints" / "last.safetensors")["progress"]["step"] == step
+    assert checkpoint.read_metadata(tmp_path / "killed" / "checkpoints" / "last.safetensors")["progress"]["step"] == step
     resumed = many.run(2, train, job(tmp_path / "killed", 2, 1, **sections))
     assert equal(whole_state(whole, 2), whole_state(resumed, 2))
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "killed"))
