@@ -23,7 +23,6 @@ from trainables.rundir import expand_home
 @click.option("--max-side", type=click.IntRange(min=1), help="Shrink larger images to JPEGs of this longer side, in pixels.")
 @click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="JPEG quality for --max-side.")
 @click.option("--raw", type=click.IntRange(min=1), help="Store pixels; the shorter side is at most this long.")
-@click.option("--tiles", is_flag=True, help="Store JPEGs so that a crop is decoded from the bytes it needs (libjpeg-turbo 3).")
 @click.option("--check", is_flag=True, help="Decode every image: also finds damage inside a file.")
 @click.option("--strict", is_flag=True, help="Unreadable images are an error; otherwise they are left out and listed.")
 @click.option("--labels/--no-labels", default=True, help="Whether there are labels; without, any folder of images will do.")
@@ -39,7 +38,6 @@ def pack(
     max_side: int | None,
     quality: int,
     raw: int | None,
-    tiles: bool,
     check: bool,
     strict: bool,
     labels: bool,
@@ -52,11 +50,9 @@ def pack(
     """
     if max_side is not None and raw is not None:
         raise click.UsageError("--max-side and --raw: give one of them")
-    if tiles and raw is not None:
-        raise click.UsageError("--tiles and --raw: give one of them")
     if max_side is None and is_given("quality"):
         raise click.UsageError("--quality is for the JPEGs that --max-side makes: add --max-side, or leave it out")
-    mode = Mode(max_side, quality, raw, tiles)
+    mode = Mode(max_side, quality, raw)
     try:
         packing = run_pack(
             source,

@@ -232,7 +232,7 @@ ROWS = (
         lambda e: is_loading(e) and not e.swaps,
         lambda e: supplied(e, e.loader.storage_ms),
         lambda e: thread_text(e, e.loader.storage_ms, "waiting for the disk or the network"),
-        lambda e: f"distill pack, --set data.stage=ram or data.cache=memory, or read more at a time: {more_threads(e)}",
+        lambda e: f"distill pack, --set data.stage=ram, or read more at a time: {more_threads(e)}",
     ),
     Row("decode-bound", is_loading, lambda e: supplied(e, e.loader.decode_ms), decoding, faster_decoding),
     Row(
@@ -247,7 +247,7 @@ ROWS = (
         lambda e: e.swaps,
         lambda e: supplied(e, e.loader.blocked_ms) if e.loader.is_recorded else supply_is_all(e),
         swapping,
-        lambda e: "free memory: fewer data.loader_workers, data.stage=none, data.cache=none, or other programs there (free -h)",
+        lambda e: "free memory: fewer data.loader_workers, data.stage=none, or other programs there (free -h)",
     ),
     Row(
         "late batches",

@@ -27,9 +27,6 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
         f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable left out; "
         f"{f'{len(index.classes)} classes' if index.classes else 'without labels'}"
     )
-    if "tiles" in index.mode:
-        num_images = sum(split.rows.rows for split in index.splits.values())
-        yield f"{index.mode['tiles']:,} of {num_images:,} images are tiled; the others could not be, or would not gain"
     sources: dict[Split, RecordsSource] = {
         split: open_records(str(root), split, labels=bool(index.classes)) for split in ("train", "val")
     }

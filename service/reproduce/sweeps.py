@@ -20,7 +20,6 @@ HARMLESS = (
     "data.loader",
     "data.prefetch_batches",
     "data.stage",
-    "data.cache",
     "data.cache_mib",
     "scale.use_gpu",
     "scale.cpus_per_worker",

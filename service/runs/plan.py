@@ -53,8 +53,7 @@ class Plan:
         """
         tree = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights).model_dump()
         tree["data"]["loader_workers"] = self.loader_workers
-        tree |= {"loader_auto": self.experiment.data.loader_workers == "auto", "teacher_actors": teachers}
-        tree["accepted_data"] = self.accepted_data
+        tree |= {"teacher_actors": teachers, "accepted_data": self.accepted_data}
         tree["run_store"], stages = run_store(run_dir.root), self.experiment.scale.pipeline_stages
         if tree["run_store"] is not None and stages > 1 and self.experiment.train.max_steps is None:
             raise ExperimentError(

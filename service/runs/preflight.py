@@ -84,7 +84,7 @@ def check_data(resolved: Resolved, searched: Collection[str] = ()) -> tuple[Reso
     Raises DistillError.
     """
     experiment = resolved.experiment
-    if not {"data.stage", "data.cache"} & set(searched):
+    if "data.stage" not in searched:
         for each in experiment.data.sets:
             check_placement(each)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))

@@ -24,10 +24,10 @@ from tests.benchmarks.pack import write_jpegs
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, answer_of, environment
 from tests.benchmarks.rounds import Bar, Comparison, Sides
+from tests.trainables.data.image_folder import open_folder
 from trainables.config import DataConfig
 from trainables.data.index import read_index
 from trainables.data.loader.loader import Batch, Loader
-from trainables.data.sources.folder import FolderSource
 from trainables.distributed.group import Group
 from trainables.engine.train import build
 from trainables.metrics.phase_timer import data_pct
@@ -66,7 +66,7 @@ class ImageFolderLoader(Loader):
     """torch's DataLoader over torchvision's ImageFolder, in the place of ours."""
 
     def __init__(self, folder: str, data: DataConfig, workers: int) -> None:
-        super().__init__(FolderSource(folder, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=0)
+        super().__init__(open_folder(folder, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=0)
         steps = [transforms.RandomCrop(data.image_size, padding=4), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
         images = datasets.ImageFolder(f"{folder}/train", transforms.Compose(steps))
         self._batches_of_torch = DataLoader(
@@ -86,9 +86,9 @@ def measure(side: str, folder: str, packed: str, steps: int) -> dict[str, float]
     with tempfile.TemporaryDirectory() as name:
         pair = Pair("resnet20", "resnet8", 32, 128, warmup_steps=8, steps=steps)
         config = pair.config(Path(name), num_workers=1, classes=read_index(Path(packed)).classes)
-        # `auto` lets the driver reserve the cores that the workers leave, and the loader find out how many of them are needed
+        # as many as `auto` reserves
         reading = {"path": packed, "augment": "pad_crop_flip", "loader_workers": min(8, max(1, (os.cpu_count() or 1) - 1))}
-        config = config.model_copy(update={"data": config.data.model_copy(update=reading), "loader_auto": True})
+        config = config.model_copy(update={"data": config.data.model_copy(update=reading)})
         job = build(config, Group(), lambda *_: None, lambda whole=False: {})
         if side != SIDES[0]:
             job.train_loader.close()

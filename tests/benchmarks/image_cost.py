@@ -29,7 +29,7 @@ from trainables.data.loader.sample_reader import Reader
 from trainables.data.source import open_source
 
 _WARM_UP = 2  # batches
-_LIBRARY_CALLS = ((cv2, "resize"), (cv2, "flip"), (cv2, "warpAffine"), (os, "pread"), (os, "posix_fadvise"))
+_LIBRARY_CALLS = ((cv2, "resize"), (cv2, "flip"), (cv2, "warpAffine"), (os, "pread"))
 
 
 class Clock:

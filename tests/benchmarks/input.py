@@ -34,8 +34,6 @@ RECORDS: dict[str, list[str]] = {
     "records": [],
     "records 400": ["--max-side", str(MAX_SIDE), "--quality", str(QUALITY)],
     "records raw": ["--raw", "256"],
-    "tiles": ["--tiles"],
-    "tiles 400": ["--max-side", str(MAX_SIDE), "--quality", str(QUALITY), "--tiles"],
 }
 FIDELITY_IMAGES = 300
 PEERS = Path(__file__).parent / "peers"
@@ -71,7 +69,7 @@ def comparisons(
                 sides[title] = partial(answer_of, [str(PEERS / "ffcv_loader.py"), str(folder), *work], ffcv_python)
         else:
             print("input: no --ffcv-python PATH, so FFCV is left out", flush=True)
-        costs = [_python_cost(title, root / title, *work) for title in ("records", "tiles")]
+        costs = [_python_cost("records", root / "records", *work)]
         yield [*_speeds(Sides(sides), list(sides)), *costs, *_fidelities(files[:FIDELITY_IMAGES])]
 
 
@@ -82,13 +80,6 @@ def _speeds(sides: Sides, names: list[str]) -> Iterator[Comparison]:
         ("exact / torchvision reference", "exact", "reference", 1.9),
         (f"records of max side {MAX_SIDE} / torchvision reference on originals", "records 400", "reference", 6.0),
         ("records of 256 px, raw / torchvision reference on originals", "records raw", "reference", 10.0),
-        ("fast, tiled records / records", "tiles", "records", 1.22),
-        ("fast, tiled records / torchvision reference", "tiles", "reference", 2.9),
-        (f"tiled records of max side {MAX_SIDE} / torchvision reference on originals", "tiles 400", "reference", 5.9),
-        ("fast, tiled records / DALI CPU", "tiles", "DALI", 2.0),
-        ("fast, tiled records / FFCV, which re-encodes", "tiles", "FFCV", 1.75),
-        (f"tiled records of max side {MAX_SIDE} / FFCV on its own", "tiles 400", "FFCV 400", 2.0),
-        ("fast, tiled records / Huffman decoding alone of whole files", "tiles", "huffman", 1.0),
         ("fast, records / DALI CPU", "records", "DALI", 1.7),
         ("fast, records / FFCV, which re-encodes", "records", "FFCV", 1.7),
         ("fast, files re-encoded as FFCV's / FFCV", "fast q90", "FFCV", None),

@@ -208,7 +208,6 @@ HEALTHY: dict[str, Training] = {
     ),
     "synthetic images": Training(1, BATCH, sets=SYNTHETIC),
     "synthetic images, two workers": Training(2, BATCH, sets=SYNTHETIC),
-    "image files in memory": Training(1, BATCH, sets=("data.cache=memory",)),
     "a wider student": Training(1, BATCH, sets=("student.model=resnet20",)),
     "images as they are": Training(1, BATCH, sets=("data.augment=none",)),
     "epochs with evaluations": Training(1, BATCH, sets=("train.max_steps=null", "optim.epochs=3")),

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz images|largest|shards|tiles [--count N] [--seed N] [--first N]`: exit code 1 where one broke a promise.
+"""`python -m tests.fuzz images|largest|shards [--count N] [--seed N] [--first N]`: exit code 1 where one broke a promise.
 
 Each input gives a sample or a named error in one line, within the time and memory that `child` allows, and the process
 lives. Inputs are a function of seed and number: `--first 4711 --count 1` tries one of them again.
@@ -14,7 +14,7 @@ from tests.fuzz.child import MAX_MIB, MAX_S, SUBJECTS
 from tests.fuzz.originals import largest
 from tests.fuzz.run import run
 
-_COUNTS = {"images": 100_000, "largest": len(largest()), "shards": 10_000, "tiles": 100_000}
+_COUNTS = {"images": 100_000, "largest": len(largest()), "shards": 10_000}
 _MOST_KEPT = 20
 
 

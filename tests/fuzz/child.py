@@ -17,17 +17,15 @@ from pathlib import Path
 from tests.fuzz.images import Images, Largest
 from tests.fuzz.shards import Shards
 from tests.fuzz.subject import Subject, outcome, reason
-from tests.fuzz.tiles import Tiles
 
-MAX_S = {"images": 4.0, "largest": 10.0, "shards": 2.0, "tiles": 2.0}
+MAX_S = {"images": 4.0, "largest": 10.0, "shards": 2.0}
 """For one call: one view of an image, or one split of a packed set. The largest images are whole, and take what PIL takes."""
-MAX_MIB = {"images": 3600, "largest": 3600, "shards": 64, "tiles": 1800}
+MAX_MIB = {"images": 3600, "largest": 3600, "shards": 64}
 """Memory that a call may take, above what the process had before."""
 SUBJECTS: dict[str, Callable[[int, Path], Subject]] = {
     "images": lambda seed, folder: Images(seed),
     "largest": lambda seed, folder: Largest(seed),
     "shards": Shards,
-    "tiles": lambda seed, folder: Tiles(seed),
 }
 _ROOM_MIB = 8192  # of addresses: what would take more is refused it, and the machine lives
 

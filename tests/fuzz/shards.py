@@ -97,7 +97,6 @@ class Shards:
         augment = self._augments[split]
         (crop,) = uniforms(0, 0, np.array([index]), augment.num_uniforms)
         try:
-            source.prefetch(np.array([index]))
             augment.render(source.read(index), crop, self._out_HWC)
             assert source.name(index)
             return ""

@@ -22,7 +22,7 @@ import ctypes, os, time
 import torch.distributed as dist
 
 from trainables.config import MethodOptions
-from trainables.data.sources import folder
+from trainables.data.pack import layout_reader
 from trainables.engine import checkpoint_writer
 from trainables.methods.contract import Method, Requirements
 
@@ -120,7 +120,7 @@ def test_an_image_whose_read_does_not_return_is_in_the_stacks(distill: Distill) 
             folder.mkdir(parents=True, exist_ok=True)
             photo(number).save(folder / f"{number:03d}.jpg")
     # A dead network file system: files that cannot be waited for, such as pipes, are skipped.
-    sets = hanging(distill, "folder.read_file = lambda path: time.sleep(10_000)", "self.calls == 12")
+    sets = hanging(distill, "layout_reader.read_file = lambda path: time.sleep(10_000)", "self.calls == 12")
     data = ("--set", f"data.path={images}", "--set", "data.global_batch_size=8")
     run = distill.runs / "read"
     output = distill.run("train", distill.experiment, "--out", run, *data, *sets, "--set", "scale.max_failures=0", code=2)

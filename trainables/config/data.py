@@ -81,7 +81,7 @@ class DataConfig(Section):
     )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
-        "auto", description="decode threads per worker; auto: as many as are needed; 0: the training thread decodes"
+        "auto", description="decode threads per worker; auto: the cores that training leaves; 0: the training thread decodes"
     )
     loader: Literal["auto", "threads", "process"] = Field(
         "auto",
@@ -121,10 +121,7 @@ class DataConfig(Section):
     stage: Annotated[str, Field(pattern=r"^(none|ram|[/~].*)$")] = Field(
         "none", description="where a node copies a packed set: `ram` or an absolute folder; `none`: no copy"
     )
-    cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps the image files that it has read")
-    cache_mib: Count | None = Field(
-        None, description="limit of what a node stores with `cache: memory` or of a remote set; absent: by free space"
-    )
+    cache_mib: Count | None = Field(None, description="limit of what a node stores of remote sets; absent: by free space")
     mean: Mean = Field((0.485, 0.456, 0.406), description="per-channel mean of the student's pixels in [0, 1]")
     std: Std = Field((0.229, 0.224, 0.225), description="per-channel deviation of the student's pixels in [0, 1]")
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")

@@ -122,7 +122,6 @@ class TrainConfig(Section):
     accepted_data: DataIdentity | None = Field(
         None, description="data with which the stage goes on although its checkpoint was trained on other data; None: with none"
     )
-    loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
     weights: str | None = Field(None, description="as student.weights")
     weights_key: str | None = Field(None, description="as student.weights_key")

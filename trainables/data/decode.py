@@ -18,7 +18,6 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from trainables.data.decoders import Pil
 from trainables.data.decoders.interface import Box, Decoded, Decoder, JpegHeader, read_header
-from trainables.data.tiles import Tiles, open_tiles
 
 # PIL loads its plugins on first need, and threads that meet their first WebP at once could find the list half filled and
 # call a good file unidentified. The common formats come first, since PIL tries its plugins in the order of their loading.
@@ -61,24 +60,19 @@ _BITS_PER_SAMPLE = 258  # a tag of TIFF
 class StoredImage:
     """A sample of known size, of which parts can be decoded; a JPEG file is decoded no further than they need.
 
-    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels only when they are decoded, and for a tiled file
-    whose map is damaged.
+    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels only when they are decoded.
     """
 
     def __init__(self, sample: Sample, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._file: tuple[bytes | memoryview, JpegHeader, Tiles | None] | None = None
+        self._file: tuple[bytes | memoryview, JpegHeader] | None = None
         if not isinstance(sample, np.ndarray):
             header = read_header(sample)
-            try:
-                tiles = open_tiles(sample, header)
-            except ValueError as error:
-                raise UnreadableImageError(f"truncated or damaged: its map of tiles: {error}") from None
             if header is not None:
                 self.width, self.height = header.width, header.height
                 if reason := too_costly(self.width, self.height, sample, header.progressive):  # before any memory is taken
                     raise UnreadableImageError(reason)
-                self._file = sample, header, tiles
+                self._file = sample, header
                 return
             sample = np.asarray(decode_image(sample))
         self._pixels_HWC = sample
@@ -96,13 +90,7 @@ class StoredImage:
         """At least the pixels in `box`, of an image `shrink` times smaller where the decoder can do that; see Decoder."""
         if self._file is None:
             return Decoded(self._pixels_HWC, 0, 0, 1)
-        data, header, tiles = self._file
-        if tiles is None:
-            return self._decode(data, header, box, shrink)
-        cut = tiles.cut(box, shrink)
-        return cut.in_whole(self._decode(cut.data, cut.header, cut.box(box), shrink))
-
-    def _decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded:
+        data, header = self._file
         if decoded := self._decoder.decode(data, header, box, shrink):
             return decoded
         shrink = shrink if isinstance(self._decoder, Pil) else 1  # what another refuses is PIL's to judge, all of it

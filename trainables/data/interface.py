@@ -63,9 +63,6 @@ class Source(ABC):
         """The pixels of these samples, where all have one `size`, into `out_RHWC`. Raises DataError: see the source."""
         raise NotImplementedError
 
-    def prefetch(self, indices_R: NDArray[np.int64]) -> None:  # noqa: B027
-        """These samples will be read next, one after the other. Raises DataError: see the source."""
-
     def follow(self, order: Order, epoch: int, position: int) -> None:  # noqa: B027
         """What `order` has from this position on will be read next; called as reading goes on."""
 

@@ -11,13 +11,11 @@ from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, nearby_layout_error
-from trainables.data.sources.digits import open_digits
-from trainables.data.sources.folder import NO_IMAGES, FolderSource
+from trainables.data.sources.folder import NO_IMAGES
 from trainables.data.sources.layout import LayoutSource
+from trainables.data.sources.memory import open_digits, open_synthetic
 from trainables.data.sources.mixed import open_mixed
 from trainables.data.sources.records import open_records
-from trainables.data.sources.synthetic import open_synthetic
-from trainables.data.storage.image_cache import cached
 from trainables.data.storage.remote import open_remote
 from trainables.data.storage.staging import open_staged
 from trainables.errors import DataError
@@ -59,10 +57,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
             raise DataError(f"data.path: {refusal}")
         if kind is None and not data.labels and root.is_dir():
             raise DataError(f"data.path: {data.path} {NO_IMAGES}; add some, or give another folder")
-        # without a layout, an image folder is what its refusal describes
-        if kind is None or (kind == IMAGE_FOLDER and data.labels and not data.val_share):
-            return FolderSource(data.path, split)
-        return LayoutSource(data, root, kind, split)
+        return LayoutSource(data, root, kind or IMAGE_FOLDER, split)  # whose refusal describes what is wanted
     except OSError as error:
         raise DataError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from None
 
@@ -78,25 +73,19 @@ def _is_packed(data: DataConfig) -> bool:
 
 
 def check_placement(data: DataConfig) -> None:
-    """Refuse a `data.stage` or `data.cache` that does not fit the source. Raises DataError."""
-    packed = _is_packed(data)
-    if data.stage != "none" and not packed:
+    """Raises DataError: a `data.stage` does not fit the source."""
+    if data.stage != "none" and not _is_packed(data):
         raise DataError(f"data.stage: {data.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
-    if data.cache == "memory" and (packed or data.path in SOURCES):
-        instead = "write data.stage=ram" if packed else "it is in memory as it is"
-        raise DataError(f"data.cache: {data.path} is not a folder of image files: {instead}, and leave data.cache out")
 
 
 def open_on_node(data: DataConfig, split: Split) -> Source:
-    """`open_source` for a worker, which reads many epochs: from its node's copy or cache, as `data.stage` and `data.cache` say.
+    """`open_source` for a worker, which reads many epochs: from its node's copy, as `data.stage` says.
 
-    Raises DataError also where they do not fit the source or the node.
+    Raises DataError also where that does not fit the source or the node.
     """
     if data.more and split == "train":
         return open_mixed(data, partial(open_on_node, split=split))
     check_placement(data)
-    if data.cache == "memory":
-        return cached(data, split, open_source(data, split))
     if is_uri(data.path):
         remote = open_remote(data, split)
         remote.check_room(data.shuffle if split == "train" else "none")

@@ -10,7 +10,6 @@ import torch
 
 from trainables.config import TrainConfig
 from trainables.data.identity import data_changes, data_identity
-from trainables.data.loader.auto_workers import AutoWorkers
 from trainables.data.loader.loader import Loader
 from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import Split
@@ -67,7 +66,6 @@ def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], 
             loader_workers=data.loader_workers,
             device=device,
             process=process,
-            auto=AutoWorkers(data.loader_workers) if config.loader_auto and training else None,
             num_augmentation_epochs=config.num_augmentation_epochs if training else None,
         )
 

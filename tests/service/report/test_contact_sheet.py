@@ -44,19 +44,6 @@ def test_counts_sizes_and_shapes_are_shown(packed: Path, capsys: pytest.CaptureF
     assert cells(out, "width")[3:] == ["1.25", "1.31", "2.16", "3.00", "3.10"]
 
 
-def test_a_tiled_set_is_shown_with_the_number_of_its_tiled_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("turbojpeg")
-    for split in ("train", "val"):
-        for name, width in (("cat", 30), ("dog", 400)):
-            (tmp_path / "images" / split / name).mkdir(parents=True)
-            photo(1, width, 300).save(tmp_path / "images" / split / name / "0.jpg", quality=90)
-    code, out, err = run(capsys, "pack", "--tiles", "--check", tmp_path / "images", tmp_path / "packed")
-    assert (code, err) == (0, "")
-    _, out, _ = run(capsys, "data", tmp_path / "packed")
-    assert "image folder images, --tiles, by raydistill" in out
-    assert "2 of 4 images are tiled; the others could not be, or would not gain" in out
-
-
 def test_of_many_classes_the_rarest_and_the_commonest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "val"):
         for label in range(25):

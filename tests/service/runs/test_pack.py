@@ -322,9 +322,6 @@ def test_mistakes_in_the_command_are_reported_in_one_line(
     code, _, err = run(capsys, "pack", images, tmp_path / "packed", "--raw", "9", "--max-side", "9")
     assert code == 2
     assert "--max-side and --raw: give one of them" in err
-    code, _, err = run(capsys, "pack", images, tmp_path / "packed", "--raw", "9", "--tiles")
-    assert code == 2
-    assert "--tiles and --raw: give one of them" in err
     code, _, err = run(capsys, "pack", tmp_path / "none", tmp_path / "packed")
     assert code == 2
     assert err.startswith(f"error: {tmp_path / 'none'} does not exist; give one of these layouts: CIFAR")

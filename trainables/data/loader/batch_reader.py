@@ -66,7 +66,7 @@ class BatchReader:
         self._samples = Reader(source, Augment(data, split), seed)
         self._order = source.order(data, split, seed)
         self._threads = threads
-        self._pools = [_pool(threads)] if threads else []  # the last one works, the others end
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader") if threads else None
         self._stopped = 0  # this iteration and those before it
 
     def begin(self, request: Request, block: int) -> Reads:
@@ -89,28 +89,17 @@ class BatchReader:
         """End the work for this iteration and those before it: what is still to be read of it ends with CancelledError."""
         self._stopped = max(self._stopped, iteration)
 
-    def resize(self, threads: int) -> None:
-        """Go on with so many threads (at least 1); what was set to work is finished by those that there were."""
-        if self._pools and threads != self._threads:
-            self._pools[-1].shutdown(wait=False)
-            self._pools.append(_pool(threads))
-            self._threads = threads
-
     def close(self, wait: bool = True) -> None:
         """End all work and close the source; with `wait` all threads have ended, too, and the memory is free."""
         self._source.close()  # first: a thread may wait for a shard
-        for pool in self._pools:
-            pool.shutdown(wait=wait, cancel_futures=True)
+        if self._pool:
+            self._pool.shutdown(wait=wait, cancel_futures=True)
         if wait:
             self.memory.close()
 
     def _run(self, work: Callable[[], ReadResult]) -> Future[ReadResult]:
-        if self._pools:
-            return self._pools[-1].submit(work)
+        if self._pool:
+            return self._pool.submit(work)
         done: Future[ReadResult] = Future()
         done.set_result(work())
         return done
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="loader")

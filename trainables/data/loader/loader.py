@@ -3,7 +3,6 @@
 Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.image_size pixels, N samples of the split.
 """
 
-import logging
 import math
 import time
 from collections import deque
@@ -19,7 +18,6 @@ from trainables.config import DataConfig
 from trainables.data.augment import Augment
 from trainables.data.encoded_rows import EncodedRows
 from trainables.data.interface import Source
-from trainables.data.loader.auto_workers import AutoWorkers
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.batch_reader import BatchReader, Reads, Request
 from trainables.data.loader.loader_process import LoaderProcess, ProcessReader, ProcessReads
@@ -27,8 +25,6 @@ from trainables.data.loader.sample_reader import Costs, ReadResult
 from trainables.data.order import REPEAT, Split, rank_part
 from trainables.errors import DataError
 from trainables.rules import enough_images, resize_covers_crop
-
-log = logging.getLogger("raydistill")
 
 _NAMED_IN_ERROR = 3
 _CPU = torch.device("cpu")
@@ -68,9 +64,9 @@ class Loader:
     stands in memory; each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`, in `process` where there is
     one; with 0 the caller's thread does the work. One epoch runs at a time: starting one ends the one before. Its batches take
-    `batches_mib` MiB of memory, pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto`
-    decides how many work. With `num_augmentation_epochs` n images are augmented as in epochs 0, 1, … n - 1 and then again; the
-    order never repeats. Of several sets (`data.more`) an epoch is one pass over the first, see `MixedOrder`.
+    `batches_mib` MiB of memory, pinned where `device` is a GPU. With
+    `num_augmentation_epochs` n images are augmented as in epochs 0, 1, … n - 1 and then again; the order never repeats. Of
+    several sets (`data.more`) an epoch is one pass over the first, see `MixedOrder`.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
     `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
@@ -94,7 +90,6 @@ class Loader:
         loader_workers: int,
         device: torch.device = _CPU,
         process: LoaderProcess | None = None,
-        auto: AutoWorkers | None = None,
         num_augmentation_epochs: int | None = None,
     ) -> None:
         num_samples, batch = source.order(data, split, seed).num_samples, data.global_batch_size
@@ -114,8 +109,8 @@ class Loader:
         self.decoder = Augment(data, split).decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
         self._num_augmentation_epochs = num_augmentation_epochs
-        self._auto_workers, self._max_threads = auto, max(1, loader_workers)
-        self.costs = Costs(self._max_threads)
+        self._threads = max(1, loader_workers)
+        self.costs = Costs(self._threads)
         self._prefetch_batches = data.prefetch_batches if loader_workers else 0
         max_rows = math.ceil(min(batch, num_samples) / world_size)
         open_reader: Callable[..., BatchReader | ProcessReader] = (
@@ -160,17 +155,11 @@ class Loader:
         self._reader.close()
         self.source.close()
 
-    def resize(self, threads: int) -> None:
-        """Go on with so many threads (at least 1); what was set to work is finished by those that there were."""
-        self._reader.resize(threads)
-        self.costs.threads = threads
-
     def _batches(self, epoch: int, start: int, iteration: int) -> Generator[Batch, None, None]:
         batch, num_samples = self._data.global_batch_size, self._epoch_size
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
         pending: deque[_Pending] = deque()
-        last_ready_s = None  # when the batch before was returned
         try:
             while True:
                 while len(pending) <= self._prefetch_batches and (begin := next(begins, None)) is not None:
@@ -180,17 +169,10 @@ class Loader:
                     return
                 waits, wait_began_s = not pending[0].reads.done(), time.perf_counter()
                 result = pending[0].reads.result()
-                now_s = time.perf_counter()
-                wait_s = now_s - wait_began_s if waits else 0.0
+                wait_s = time.perf_counter() - wait_began_s if waits else 0.0
                 ready = self._finish(pending[0], result)
                 pending.popleft()
-                num_images = ready.labels_B.shape[0]  # `len` of a tensor is a function of torch in Python
-                auto = self._auto_workers
-                if auto and last_ready_s and (line := auto.add(num_images, result.times.image_s, wait_s, now_s - last_ready_s)):
-                    log.info("%s", line)
-                    self.resize(auto.threads)
-                self.costs.add(num_images, [result], wait_s)
-                last_ready_s = now_s
+                self.costs.add(ready.labels_B.shape[0], result.times, wait_s)  # `len` of a tensor is slow
                 yield ready
                 del ready  # its memory is free once the consumer has done with it
         finally:
@@ -225,7 +207,7 @@ class Loader:
         if not regions:
             return batch
         skip = partial(self._skip, batch.indices_B.tolist())
-        return batch._replace(encoded_rows=EncodedRows(self.decoder, regions, self._max_threads, skip))
+        return batch._replace(encoded_rows=EncodedRows(self.decoder, regions, self._threads, skip))
 
     def _lend(self, block: int, rows: int, position: int, num_samples: int | None) -> Batch:
         """The batch of so many rows that is in a block."""

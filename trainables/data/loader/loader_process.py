@@ -182,9 +182,6 @@ class ProcessReader:
     def stop(self, iteration: int) -> None:
         self._process.send(self._number, "stop", iteration)
 
-    def resize(self, threads: int) -> None:
-        self._process.send(self._number, "resize", threads)
-
     def close(self) -> None:
         self._process.close(self._number)
 

@@ -57,13 +57,12 @@ class Costs:
         self._copy_s += seconds
         self._copies += 1
 
-    def add(self, images: int, parts: list[ReadResult], wait_s: float) -> None:
+    def add(self, images: int, times: ThreadTimes, wait_s: float) -> None:
         """Count a batch, for which the step waited so long."""
         self._images += images
         self._batches += 1
         self._wait_s += wait_s
-        for part in parts:
-            self._times = list(map(add, self._times, part.times))
+        self._times = list(map(add, self._times, times))
 
     def summary(self) -> dict[str, float]:
         """What the threads do, {} before the first image.
@@ -116,7 +115,6 @@ class Reader:
         began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
         source, augment, out_RHWC = self._source, self._augment, out.pop()
         bad, encoded_rows, indices = list[tuple[int, str]](), list[Region](), indices_R.tolist()
-        source.prefetch(indices_R)
         if self._as_stored:
             source.read_batch(indices_R, out_RHWC)
         read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s

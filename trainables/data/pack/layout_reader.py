@@ -115,7 +115,7 @@ class LayoutReader(ABC):
         """
         locations: dict[Split, list[Location]] = {"train": [], "val": []}
         labels: dict[Split, list[Any]] = {"train": [], "val": []}
-        parts_of = self.splits()
+        parts_of = {split: parts for split, parts in self.splits().items() if split == "train" or self.val_share != 0}
         if self.val_share and "val" in parts_of:
             raise DataError(f"{self.given} has a validation split of its own: leave out val_share, or move that split elsewhere")
         for split, parts in parts_of.items():

@@ -9,7 +9,6 @@ from PIL import Image
 
 from trainables.data.decode import Sample, decode_image, with_shorter_side
 from trainables.data.pack.image_check import check_header
-from trainables.data.pack.tiling import has_pixels_of, tiled
 
 
 class Packed(NamedTuple):
@@ -18,13 +17,11 @@ class Packed(NamedTuple):
     content: bytes | memoryview
     width: int
     height: int
-    is_tiled: bool = False
 
 
 def described(mode: dict[str, int]) -> str:
     """A mode as options of `distill pack`."""
-    options = (f"--{name.replace('_', '-')}" + (f" {value}" if name != "tiles" else "") for name, value in mode.items())
-    return " ".join(options) or "as is"
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in mode.items()) or "as is"
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,11 @@ class Mode:
     no larger keeps its bytes: another round of compression would only harm it.
     raw: pixels, the shorter side at most so many (bilinear, antialiased, as validation resizes: so that its view of the
     record equals its view of the original). Smaller images are not enlarged.
-    tiles: files become tiled ones, of the same pixels, where they can.
     """
 
     max_side: int | None = None
     quality: int = 90
     raw: int | None = None
-    tiles: bool = False
 
     @property
     def shrinks(self) -> bool:
@@ -56,30 +51,18 @@ class Mode:
         """For the index; nothing where images stay as they are."""
         if self.raw is not None:
             return {"raw": self.raw}
-        sides = {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
-        return sides | ({"tiles": 1} if self.tiles else {})
+        return {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
 
     def __str__(self) -> str:
         return described(self.described())
 
-    def apply(self, sample: Sample, pixels: bool, *, check: bool = False) -> Packed:
-        """The sample as a record keeps it, as pixels or as a file; see `stores_pixels`.
-
-        check: a tiled file whose pixels are not those of the file it was made of is not taken. Raises UnreadableImageError;
-        DataError where there is no library that makes tiles.
-        """
+    def apply(self, sample: Sample, pixels: bool) -> Packed:
+        """The sample as a record keeps it, as pixels or as a file; see `stores_pixels`. Raises UnreadableImageError."""
         if pixels:
             image = decode_image(sample, reduced=self.raw is not None)
             if self.raw is not None and min(image.size) > self.raw:
                 image = with_shorter_side(image, self.raw)
             return Packed(image.tobytes(), *image.size)
-        packed = self._file(sample)
-        if self.tiles and (content := tiled(bytes(packed.content))) and (not check or has_pixels_of(content, packed.content)):
-            return packed._replace(content=content, is_tiled=True)
-        return packed
-
-    def _file(self, sample: Sample) -> Packed:
-        """The file of a sample, or a JPEG of it whose longer side has at most `max_side` pixels."""
         header = None if isinstance(sample, np.ndarray) else check_header(bytes(sample))
         if header and (self.max_side is None or (header.is_usual_jpeg and max(header[:2]) <= self.max_side)):
             return Packed(bytes(sample), header.width, header.height)

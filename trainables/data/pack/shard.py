@@ -54,13 +54,13 @@ class ShardJob:
         """Marks the shard as finished, and describes it."""
         return self.dest / UNFINISHED / f"{self.split}-{self.number:05}.json"
 
-    def finished(self) -> tuple[File, list[Unreadable], int] | None:
-        """What an earlier process has written of this shard, and how many images are tiled; None where it is not finished."""
+    def finished(self) -> tuple[File, list[Unreadable]] | None:
+        """What an earlier process has written of this shard; None where it is not finished."""
         try:
             stored = json.loads(self.done.read_bytes())
             file = File.model_validate(stored["file"])
             whole = (self.dest / file.file).stat().st_size == file.bytes
-            return (file, stored["unreadable"], stored["num_tiled"]) if whole else None
+            return (file, stored["unreadable"]) if whole else None
         except (OSError, ValueError, KeyError):
             return None
 
@@ -81,7 +81,6 @@ def write_shard(job: ShardJob) -> int:
         raise DataError(f"{job.source} is not visible to {socket.gethostname()}: give a source that all nodes share")
     data, ends, names, numbers = bytearray(), [0], list[bytes](), list[int]()
     unreadable: list[Unreadable] = []
-    num_tiled = 0
     samples = READERS[job.kind](job.source).read(job.split_listing.locations)
     for label, (name, sample) in zip(job.split_listing.labels_N.tolist(), samples, strict=True):
         try:
@@ -89,7 +88,7 @@ def write_shard(job: ShardJob) -> int:
                 raise sample
             if job.check:
                 decode_image(sample, reduced=job.mode.shrinks)
-            content, width, height, is_tiled = job.mode.apply(sample, job.pixels, check=job.check)
+            content, width, height = job.mode.apply(sample, job.pixels)
         except UnreadableImageError as error:
             unreadable.append({"split": job.split, "name": printable(name), "reason": str(error)})
             continue
@@ -97,7 +96,6 @@ def write_shard(job: ShardJob) -> int:
         ends.append(len(data))
         names.append(printable(name).encode())
         numbers += (label, width, height)
-        num_tiled += is_tiled
     label_n, *sizes = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
     name_ends = np.cumsum([0, *map(len, names)], dtype=np.int32)
     columns = [
@@ -108,7 +106,7 @@ def write_shard(job: ShardJob) -> int:
     ]
     batch = pa.record_batch(columns, names=list(SHARD_COLUMNS))
     file = write_batch(job.dest / job.file, batch.replace_schema_metadata({"format": f"{FORMAT} {VERSION}"}))
-    write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable, "num_tiled": num_tiled})
+    write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable})
     return len(job.split_listing.locations)
 
 

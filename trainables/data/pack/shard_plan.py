@@ -132,10 +132,9 @@ def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Inde
             raise DataError(f"{plan.source}: not one {split} image can be read; their reasons are in {report}")
         rows = write_rows(dest / f"{split}.rows.arrow", [shard_rows(dest / file.file) for file in files])
         splits[split] = SplitIndex(rows=rows, shards=files)
-    num_tiled = sum(finished[2] for _, finished in shards if finished)
     index = Index(
         image="pixels" if plan.pixels else "file",
-        mode=plan.mode.described() | ({"tiles": num_tiled} if plan.mode.tiles else {}),
+        mode=plan.mode.described(),
         source={"kind": plan.kind, "name": printable(plan.source.name), "plan": plan.fingerprint},
         raydistill=version,
         num_unreadable=len(unreadable),

@@ -3,17 +3,16 @@
 Shapes: N samples of the split.
 """
 
-import hashlib
 import os
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trainables.data.decode import UnreadableImageError, read_file
-from trainables.data.interface import HOLD_OUT, NO_LABELS, Source, sha256_of_names
+from trainables.data.interface import HOLD_OUT, NO_LABELS
 from trainables.data.order import Split
 from trainables.data.split_names import SPLIT_OF, choose_splits, is_hidden
 from trainables.errors import DataError, NoLabelsError, first_three, printable
@@ -21,15 +20,20 @@ from trainables.notices import notice
 
 # torchvision.datasets.folder.IMG_EXTENSIONS, compared without case: what else PIL reads, ImageFolder leaves out
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-SAMPLED = 256
-"""Files whose contents a fingerprint reads. Of images preprocessed anew nearly all change, so that a few tell; to open a million
-on a network disk takes minutes."""
 NO_IMAGES = f"holds no images, files whose names end in {' '.join(EXTENSIONS)}"
 _ONE_CLASS = "folders whose names differ in their Unicode form alone (NFC and NFD) are one class"
 _MAX_REASONS = 6
 
 
-class FolderSource(Source):
+class FolderListing(NamedTuple):
+    """One split of an image folder: its classes, its files as paths below the folder, and their labels (N,)."""
+
+    classes: tuple[str, ...]
+    files: list[str]
+    labels_N: NDArray[np.int64]
+
+
+def list_folder(root: str, split: Split) -> FolderListing:
     """One split of an image folder; classes and samples in ImageFolder's order, so that published weights fit.
 
     Classes are the folders of `train`, sorted; those whose names differ in their Unicode form alone are one. A validation folder
@@ -38,106 +42,50 @@ class FolderSource(Source):
     Raises DataError: a folder is missing, unreadable or empty, lies too deep, is a link to nothing or to one that it lies in, or
     belongs to two classes; two folders may be the same split.
     """
+    splits = {its_split: os.path.join(root, name) for its_split, name in split_folders(root).items()}
+    if "train" not in splits:
+        parent, name = os.path.split(os.path.realpath(root))
+        advice = f"{split_classes(root) or 'images belong in train/CLASS/ and val/CLASS/'}; {NO_LABELS}"
+        if SPLIT_OF.get(name.lower()) == "train":
+            advice = f"write data.path: {parent}"
+        raise NoLabelsError(f"data.path: {root} has no folder train; {advice}")
+    if split not in splits:
+        raise DataError(f"data.path: {root} has no validation folder; its images belong in val/CLASS/; {HOLD_OUT}")
+    train, walk = splits["train"], _Walk(splits[split])
+    classes = train_classes = _class_folders(train)
+    if not classes:
+        raise NoLabelsError(
+            f"data.path: {train} has no class folders; images belong in train/CLASS/, or in a list train.csv of path,label; "
+            f"{NO_LABELS}"
+        )
+    _refuse_deep(train, classes)
+    if split == "val":
+        classes = _validation_folders(splits["val"], classes)
+    else:
+        if twice := [name for name, folders in classes.items() if len(folders) > 1]:
+            notice(f"{train}: {_ONE_CLASS}: {first_three(twice)}")
+        alike = Counter(map(_folded, classes))
+        if similar := [name for name in classes if alike[_folded(name)] > 1]:
+            notice(f"{train}: classes whose names differ in case or blanks alone: {first_three(similar)}")
 
-    def __init__(self, path: str, split: Split) -> None:
-        root = os.path.expanduser(path)
-        if not os.path.isdir(root):
-            what = "is a file, and no list of images, whose first row names one" if os.path.exists(root) else "does not exist"
-            raise DataError(f"data.path: {path} {what}; write digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*")
-        splits = {its_split: os.path.join(root, name) for its_split, name in split_folders(root, path).items()}
-        if "train" not in splits:
-            parent, name = os.path.split(os.path.realpath(root))
-            advice = f"{split_classes(root) or 'images belong in train/CLASS/ and val/CLASS/'}; {NO_LABELS}"
-            if SPLIT_OF.get(name.lower()) == "train":
-                advice = f"write data.path: {parent}"
-            raise NoLabelsError(f"data.path: {path} has no folder train; {advice}")
-        if split not in splits:
-            raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/; {HOLD_OUT}")
-        train, walk = splits["train"], _Walk(splits[split])
-        self._root, self._folder = root, os.path.basename(splits[split])
-        classes = _class_folders(train)
-        if not classes:
-            raise NoLabelsError(
-                f"data.path: {train} has no class folders; images belong in train/CLASS/, or in a list train.csv of path,label; "
-                f"{NO_LABELS}"
-            )
-        _refuse_deep(train, classes)
-        self.classes = tuple(classes)
-        if split == "val":
-            classes = _validation_folders(splits["val"], classes)
-        else:
-            if twice := [name for name, folders in classes.items() if len(folders) > 1]:
-                notice(f"{train}: {_ONE_CLASS}: {first_three(twice)}")
-            alike = Counter(map(_folded, classes))
-            if similar := [name for name in classes if alike[_folded(name)] > 1]:
-                notice(f"{train}: classes whose names differ in case or blanks alone: {first_three(similar)}")
-
-        self._files: list[str] = []  # relative to the split's folder, so that a million of them stay small
-        counts = []
-        for name, folders in classes.items():
-            files = [file for folder in folders for file in walk.images(folder, name)]
-            if not files and split == "train":
-                raise DataError(f"data.path: {os.path.join(train, folders[0])} {NO_IMAGES}; add some or remove it")
-            self._files += files
-            counts.append(len(files))
-        if not self._files:
-            raise DataError(f"data.path: {splits[split]} {NO_IMAGES}")
-        if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
-            notice(f"{splits[split]}: no images of {len(empty)} of {len(classes)} classes: {first_three(empty)}")
-        walk.report()
-        self.labels_N = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-
-    def name(self, index: int) -> str:
-        """The file's path inside the data folder, printable whatever its bytes are."""
-        return printable(os.path.join(self._folder, self._files[index]))
-
-    def files(self) -> list[str]:
-        """Every sample's path inside the data folder, as the file system has it."""
-        return [f"{self._folder}{os.sep}{file}" for file in self._files]
-
-    def read(self, index: int) -> bytes:
-        return read_file(os.path.join(self._root, self._folder, self._files[index]))
-
-    def fingerprint(self) -> str:
-        """Of all names and sizes, and of what is in SAMPLED files spread evenly over them: see `Source`.
-
-        Times do not count: nodes may have copies of their own. A single image that another one of the same size replaced may
-        not be seen. Raises DataError where a file is gone, or the disk fails.
-        """
-        digest = hashlib.sha256()
-        try:
-            for file in self.files():
-                size = os.stat(os.path.join(self._root, file)).st_size
-                digest.update(b"%d %s\0" % (size, os.fsencode(file)))
-        except OSError as error:
-            _refuse(error)
-        digest.update(sampled_sha256(self))
-        return digest.hexdigest()
-
-    def order_sha256(self) -> str:
-        return sha256_of_names(self._files)
+    files: list[str] = []
+    counts = []
+    for name, folders in classes.items():
+        found = [file for folder in folders for file in walk.images(folder, name)]
+        if not found and split == "train":
+            raise DataError(f"data.path: {os.path.join(train, folders[0])} {NO_IMAGES}; add some or remove it")
+        files += [f"{os.path.basename(splits[split])}{os.sep}{file}" for file in found]
+        counts.append(len(found))
+    if not files:
+        raise DataError(f"data.path: {splits[split]} {NO_IMAGES}")
+    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        notice(f"{splits[split]}: no images of {len(empty)} of {len(classes)} classes: {first_three(empty)}")
+    walk.report()
+    return FolderListing(tuple(train_classes), files, np.repeat(np.arange(len(classes), dtype=np.int64), counts))
 
 
 def _folded(name: str) -> str:
     return name.strip().casefold()
-
-
-def sampled_sha256(source: Source) -> bytes:
-    """A hash over what is in SAMPLED files spread evenly over a source's, or in all; where one cannot be read, over why.
-
-    Training skips what it cannot read. Raises DataError where the disk or the network fails.
-    """
-    digest, count = hashlib.sha256(), min(len(source), SAMPLED)
-    for number in range(count):
-        try:
-            content = bytes(source.read(number * len(source) // count))
-        except UnreadableImageError as error:
-            content = str(error).encode()
-        except OSError as error:
-            _refuse(error)
-        digest.update(b"%d\0" % len(content))
-        digest.update(content)
-    return digest.digest()
 
 
 def has_train_folder(root: str) -> bool:
@@ -166,10 +114,13 @@ def images_below(root: str, folder: str) -> list[str]:
     return found
 
 
-def split_folders(root: str, where: str) -> dict[Split, str]:
-    """The name of each split's folder in `root`, which messages call `where`; a split without one is left out."""
+def split_folders(root: str) -> dict[Split, str]:
+    """The name of each split's folder in `root`; a split without one is left out. Raises DataError: there is no such folder."""
+    if not os.path.isdir(root):
+        what = "is a file, and no list of images, whose first row names one" if os.path.exists(root) else "does not exist"
+        raise DataError(f"data.path: {root} {what}; write digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*")
     found = _list(root)
-    return choose_splits({name: name for name in found.folders + found.dangling}, where)
+    return choose_splits({name: name for name in found.folders + found.dangling}, root)
 
 
 def unlabelled_splits(root: str) -> dict[Split, str]:
@@ -178,7 +129,7 @@ def unlabelled_splits(root: str) -> dict[Split, str]:
     A notice names what else it has. Raises DataError where it is not clear which images are meant: there is a folder for
     validation and none for training, or none for validation, and other images.
     """
-    splits = split_folders(root, root)
+    splits = split_folders(root)
     if not splits:
         return {"train": ""}
     found = _list(root)
@@ -231,7 +182,7 @@ def _list(path: str) -> _Listing:
                 else:
                     found.others.append(name)
     except OSError as error:
-        _refuse(error)
+        raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None
     for names in found:
         names.sort()
     return found
@@ -363,7 +314,3 @@ class _Walk:
                 f"{self._path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}; "
                 "rename images so that they end in .jpg"
             )
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None

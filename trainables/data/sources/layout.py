@@ -13,11 +13,11 @@ from typing import Any
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample
+from trainables.data.identity import sampled_sha256
 from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.data.pack.layout_reader import Listing
 from trainables.data.pack.readers import READERS
-from trainables.data.sources.folder import sampled_sha256
 from trainables.errors import DataError
 
 _listings: weakref.WeakValueDictionary[tuple[Path, bool, float | None], Listing] = weakref.WeakValueDictionary()
@@ -71,7 +71,7 @@ class LayoutSource(Source):
         digest.update(self.labels_N.tobytes())
         files = {location if isinstance(location, str) else location[0] for location in self._locations}
         try:
-            digest.update(repr([(file, os.stat(self._root / file).st_size) for file in sorted(files)]).encode())
+            digest.update(repr([(file, os.stat(os.path.join(self._root, file)).st_size) for file in sorted(files)]).encode())
         except OSError as error:
             raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None
         digest.update(sampled_sha256(self))

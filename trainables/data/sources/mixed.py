@@ -66,10 +66,6 @@ class MixedSource(Source):
             each.read_batch(own_R, pixels_RHWC)
             out_RHWC[rows_R] = pixels_RHWC
 
-    def prefetch(self, indices_R: NDArray[np.int64]) -> None:
-        for each, _, own_R in self._by_set(indices_R):
-            each.prefetch(own_R)
-
     def follow(self, order: Order, epoch: int, position: int) -> None:
         assert isinstance(order, MixedOrder)
         for each, start in zip(self._sets, order.starts(epoch, position // order.batch), strict=True):

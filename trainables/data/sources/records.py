@@ -69,15 +69,6 @@ class RecordsSource(Source):
         path = self._shards.path(shard)
         return _name(path, row) or f"{path.name}[{row}]"
 
-    def prefetch(self, indices_R: NDArray[np.int64]) -> None:
-        """These samples (R,) will be read next, one after the other: the disk may bring them side by side meanwhile.
-
-        Where nothing of a shard is in the page cache, two threads that decode photos get 1.13 times as many
-        (docs/where-the-bytes-live.md); where all of it is, this costs microseconds. Raises DataError as `read` does.
-        """
-        for index in indices_R.tolist():
-            self._shards.prefetch(bisect_right(self._ends_S, index), self._offsets_N.item(index), self.sizes_N.item(index))
-
     def fingerprint(self) -> str:
         """Of the files' checksums: see `Source`."""
         files = (self._part.rows, *self._part.shards)
@@ -97,23 +88,12 @@ class RecordsSource(Source):
         return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
     def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
-        """The pixels of these samples, where all have one `size`, into `out_RHWC`; neighbours in a shard are read at once.
-
-        Raises DataError as `read` does.
-        """
-        size, row = out_RHWC[:1].nbytes, 0
-        samples = zip(indices_R.tolist(), self._offsets_N[indices_R].tolist(), strict=True)
-        runs: list[list[int]] = []  # shard, offset, samples
-        for index, offset in samples:
-            shard = bisect_right(self._ends_S, index)
-            if runs and runs[-1][0] == shard and runs[-1][1] + runs[-1][2] * size == offset:
-                runs[-1][2] += 1
-            else:
-                runs.append([shard, offset, 1])
-        for shard, offset, count in runs:
-            content = self._shards.read(shard, offset, count * size)
-            out_RHWC[row : row + count] = np.frombuffer(content, dtype=np.uint8).reshape(count, *out_RHWC.shape[1:])
-            row += count
+        """The pixels of these samples, where all have one `size`, into `out_RHWC`. Raises DataError as `read` does."""
+        shape = out_RHWC.shape[1:]
+        samples = zip(indices_R.tolist(), self._offsets_N[indices_R].tolist(), out_RHWC, strict=True)
+        for index, offset, out_HWC in samples:
+            content = self._shards.read(bisect_right(self._ends_S, index), offset, out_HWC.nbytes)
+            out_HWC[:] = np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
     def _check(self, path: Path, part: SplitIndex) -> None:
         """Every row lies inside its shard, so that no read needs to ask again. Raises DataError."""

@@ -9,11 +9,9 @@ import contextlib
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -26,10 +24,8 @@ from trainables.object_store.retries import NotRetriedError
 from trainables.rundir import fsync_directory
 from trainables.user_folder import user_folder
 
-SIZE = "size"
 GRACE_S = 60.0
 """How long an unused set stays: the next stage of a run, or the next trial of a sweep, takes it over."""
-_GRANT = 8 << 20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _log = logging.getLogger("raydistill")
 
@@ -71,12 +67,9 @@ class Cache:
         while True:
             self._root = user_folder(base)
             self._set = self._root / identity
-            self.folder, self._size, self._room = self._set / "data", self._set / SIZE, str(self._root / ROOM)
+            self.folder, self._room = self._set / "data", self._root / ROOM
             with contextlib.suppress(FileNotFoundError):  # others have removed the set or its root in this moment
                 self._set.mkdir(mode=0o700, exist_ok=True)
-                if alone := try_lock(self._set / USERS, wait_s=0):
-                    self._recount()
-                    alone.release()
                 if users := try_lock(self._set / USERS, operation=fcntl.LOCK_SH):
                     os.utime(self._set / USERS)
                     self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -84,22 +77,17 @@ class Cache:
         self._users = users
         if not is_locked(self._set / CLEANER):
             _start_cleaner(self._set, grace_s)
-        self._granting, self._granted_bytes = threading.Lock(), 0
         for part in self._set.glob("*.part"):  # of processes that were killed
             if lock := try_lock(part, wait_s=0):
                 part.unlink()
                 lock.release()
         for other in self._others():
-            if not is_locked(os.path.join(other, CLEANER)):  # of a machine that died
-                remove_unused(other)
-        self.total_bytes = self._used_bytes() + free_bytes(self._root)
-        self.limit_bytes = limit_mib << 20 if limit_mib else int(share * self.total_bytes)
+            if not is_locked(other / CLEANER):  # of a machine that died
+                remove_unused(str(other))
+        self.limit_bytes = limit_mib << 20 if limit_mib else int(share * (self._used_bytes() + free_bytes(self._root)))
 
     def close(self) -> None:
         """This process uses the set no more."""
-        with contextlib.suppress(OSError), self._granting, locked(self._room):
-            self._add(-self._granted_bytes)
-            self._granted_bytes = 0
         self._users.release()
 
     def has(self, name: str, num_bytes: int) -> bool:
@@ -111,11 +99,11 @@ class Cache:
 
     def num_bytes(self) -> int:
         """What the files of this set take."""
-        return _size_of(self._set)
+        return _num_bytes(self._set)
 
     def room_bytes(self) -> int:
         """What the files of this set may take, those that are here included: the budget but for other sets in use."""
-        return self.limit_bytes - sum(_size_of(other) for other in self._others() if cleaner.is_used(other))
+        return self.limit_bytes - sum(_num_bytes(other) for other in self._others() if cleaner.is_used(str(other)))
 
     def bring(
         self,
@@ -127,8 +115,9 @@ class Cache:
         required: bool = False,
         check_stopped: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Have `write` make a file, durably, unless it is here; False where it finds no room. One process writes, others wait.
+        """Have `write` fill a file, durably, unless it is here; False where it finds no room. One process writes, others wait.
 
+        The file has its length from the beginning, which is what others count of it: `write` does not open it anew.
         `removable`: files of this set that may go. `required`: also over the budget, as long as the disk has room.
 
         Raises OSError, and what `write` and `check_stopped` raise, but for NoRoomError.
@@ -138,67 +127,29 @@ class Cache:
             try:
                 while not (is_moved or self.has(name, num_bytes)):
                     with locked(self._room):
+                        os.truncate(part, 0)  # of a process that was killed
                         if not (self._make_room(num_bytes, limit_bytes, removable) or required):
                             return False
-                        self._add(num_bytes)  # before it is there: all processes write at the same time
+                        with contextlib.suppress(OSError):  # then writing fails, too
+                            os.truncate(part, num_bytes)  # it counts before it is there: all processes write at the same time
                     try:
                         write(part)
                         os.replace(part, self.folder / name)
                         is_moved = True
                     except NoRoomError:  # others have filled the disk
-                        required, limit_bytes = False, self._used_bytes() - num_bytes
-                    finally:
-                        if not is_moved:
-                            with locked(self._room):
-                                self._add(-num_bytes)
+                        required, limit_bytes = False, self._used_bytes() - part.stat().st_size
                     fsync_directory(self.folder)
                 return True
             finally:
                 if not is_moved:  # else it may be another process's that has waited
                     part.unlink(missing_ok=True)
 
-    def put(self, name: str, content: bytes | memoryview) -> bool:
-        """Store a small file in memory, of which others may store a copy meanwhile; False where it finds no room."""
-        num_bytes = _in_pages(len(content))
-        with self._granting:
-            if self._granted_bytes < num_bytes and not self._grant(num_bytes):
-                return False
-            self._granted_bytes -= num_bytes
-        partial = self.folder / f".{name}-{threading.get_native_id()}"
-        try:
-            with open(partial, "wb", buffering=0) as file:
-                is_whole = file.write(content) == len(content)
-            if is_whole:
-                os.link(partial, self.folder / name)
-                num_bytes = 0
-        except FileExistsError:
-            pass
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            is_whole = False
-        finally:
-            partial.unlink(missing_ok=True)
-            with self._granting:
-                self._granted_bytes += num_bytes
-        return is_whole
-
-    def _grant(self, num_bytes: int) -> bool:
-        """Count at least so many bytes as this set's, for small files to come: one of them would not be worth a lock."""
-        with locked(self._room):
-            for size in (max(num_bytes, _GRANT), num_bytes):
-                if self._make_room(size, self.limit_bytes):
-                    self._add(size)
-                    self._granted_bytes += size
-                    return True
-        return False
-
     def _make_room(self, num_bytes: int, limit_bytes: int, removable: Collection[str] = ()) -> bool:
         """Remove what is not needed until so many bytes fit; nothing of this set where they cannot. Callers lock ROOM."""
         if self._used_bytes() + num_bytes <= limit_bytes:
             return True
         for other in self._others():
-            remove_unused(other)
+            remove_unused(str(other))
         over_bytes = self._used_bytes() + num_bytes - limit_bytes
         files = [(path, path.stat()) for name in removable if (path := self.folder / name).exists()]
         if over_bytes > sum(stat.st_size for _, stat in files):
@@ -207,54 +158,25 @@ class Cache:
             if over_bytes <= 0:
                 break
             path.unlink()
-            self._add(-stat.st_size)
             over_bytes -= stat.st_size
         return True
 
-    def _add(self, num_bytes: int) -> None:
-        """Count bytes as this set's. Callers lock ROOM."""
-        _write_size(self._size, max(0, _size_of(self._set) + num_bytes))
-
-    def _recount(self) -> None:
-        """Count what is here, and remove what a killed process left half written. Callers use the set alone."""
-        files = list(os.scandir(self.folder)) if self.folder.exists() else []
-        for file in files:
-            if file.name.startswith("."):
-                os.unlink(file)
-        with locked(self._room):
-            _write_size(self._size, sum(_in_pages(file.stat().st_size) for file in files if not file.name.startswith(".")))
-
     def _used_bytes(self) -> int:
         """What all sets take."""
-        return sum(_size_of(f"{self._root}/{name}") for name in os.listdir(self._root))
+        return sum(map(_num_bytes, (self._set, *self._others())))
 
-    def _others(self) -> list[str]:
+    def _others(self) -> list[Path]:
         """The other sets. Others have their folders here too."""
-        found = {path.parent for name in (USERS, SIZE) for path in self._root.glob(f"*/{name}")}
-        return [str(folder) for folder in found - {self._set}]
+        return [users.parent for users in self._root.glob(f"*/{USERS}") if users.parent != self._set]
 
 
-def _size_of(folder: str | Path) -> int:
-    """The bytes of a set, as its processes count them; 0 where it is no set."""
-    try:
-        with open(f"{folder}/{SIZE}", "rb") as file:
-            return int.from_bytes(file.read(8), "little")
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-
-
-def _write_size(path: Path, num_bytes: int) -> None:
-    """In one write, of which no kill leaves half."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.pwrite(descriptor, num_bytes.to_bytes(8, "little"), 0)
-    finally:
-        os.close(descriptor)
-
-
-def _in_pages(num_bytes: int) -> int:
-    """What a file of this length takes."""
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _num_bytes(folder: Path) -> int:
+    """What the files of a set take, those included that are being written."""
+    total = 0
+    for path in (*folder.glob("*.part"), *folder.glob("data/*")):
+        with contextlib.suppress(FileNotFoundError):  # renamed or removed in this moment
+            total += path.stat().st_size
+    return total
 
 
 def _start_cleaner(folder: Path, grace_s: float) -> None:

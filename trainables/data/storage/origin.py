@@ -14,7 +14,6 @@ from trainables.object_store.retries import NotRetriedError, with_retries
 from trainables.object_store.store import file_system, is_uri
 
 _CHUNK_BYTES = 8 << 20
-_MAX_FETCHES = 5  # of a file that is altered or cut in another way each time
 _log = logging.getLogger("raydistill")
 T = TypeVar("T")
 
@@ -48,48 +47,39 @@ class Origin:
         return os.path.join(self.path, name)
 
     def read(self, name: str) -> bytes:
-        """A small file of which no checksum is known: read until two copies agree, since one may be altered on its way here.
-
-        Raises DataError: `retry_s` was in vain, or all copies differ.
-        """
+        """A small file. Raises DataError as `_retried` does."""
 
         def attempt() -> bytes:
             with self.open(name) as file:
                 return file.read()
 
-        copies = set[bytes]()
-        while len(copies) <= _MAX_FETCHES:
-            if (copy := self._retried(name, attempt)) in copies:
-                return copy
-            copies.add(copy)
-        raise DataError(
-            f"data.path: {self.full_path(name)} is another each of {len(copies)} times that it was read; look for what alters it "
-            "between its server and this node"
-        )
+        return self._retried(name, attempt)
 
     def fetch(self, file: File, target: Path, check_stopped: Callable[[], None] = lambda: None) -> None:
-        """Write the verified bytes of `file` to the file `target`, durably.
+        """Write the verified bytes of `file` to the file `target`, which is there, durably.
 
-        A broken connection goes on from the byte that it reached. A file that is not the one of the index is fetched again:
-        where it is wrong in the same way, it lies there so; where it is wrong in another way, it was altered on its way here.
+        A broken connection goes on from the byte that it reached. A file that is not the one of the index is fetched again, since
+        it may have been altered on its way here, and then an error.
 
         Raises:
             DataError: it cannot be read for `retry_s`, or it is not the one of the index.
             NoRoomError: the disk is full.
             StoppedError: of `check_stopped`.
         """
-        wrong = list[str]()
-        with no_room_if_full(), open(target, "wb", buffering=0) as part:
-            while problem := self._download(file, part, check_stopped, wrong):
-                if wrong[-1] in wrong[:-1] or len(wrong) == _MAX_FETCHES:
+        with no_room_if_full(), open(target, "r+b", buffering=0) as part:  # it may be as long as it will be
+            for tries_left in (1, 0):
+                problem = self._download(file, part, check_stopped)
+                if problem is None:
+                    part.truncate()
+                    os.fsync(part.fileno())
+                    return
+                if not tries_left:
                     raise DataError(f"data.path: {self.full_path(file.file)} {problem}; restore the file, or pack it again")
                 _log.warning("%s %s: fetching it again", self.full_path(file.file), problem)
-            os.fsync(part.fileno())
 
-    def _download(self, file: File, part: BinaryIO, check_stopped: Callable[[], None], wrong: list[str]) -> str | None:
-        """Write the file's bytes to `part`. What is wrong with them, whose SHA-256 goes to `wrong`; None: nothing."""
+    def _download(self, file: File, part: BinaryIO, check_stopped: Callable[[], None]) -> str | None:
+        """Write the file's bytes to `part`. What is wrong with them; None: nothing."""
         digest, done = hashlib.sha256(), 0
-        part.truncate(0)
         part.seek(0)
 
         def attempt() -> None:
@@ -103,13 +93,10 @@ class Origin:
                     done += len(chunk)
 
         self._retried(file.file, attempt, check_stopped=check_stopped, done_bytes=lambda: done)
-        if digest.hexdigest() == file.sha256 and done == file.bytes:
-            return None
-        wrong.append(digest.hexdigest())
-        if done == file.bytes:
-            return "has another checksum than its index says"
-        more = "at least " if done > file.bytes else ""
-        return f"has {more}{done:,} bytes, and its index says {file.bytes:,}"
+        if done != file.bytes:
+            more = "at least " if done > file.bytes else ""
+            return f"has {more}{done:,} bytes, and its index says {file.bytes:,}"
+        return None if digest.hexdigest() == file.sha256 else "has another checksum than its index says"
 
     def _retried(self, name: str, attempt: Callable[[], T], **more: Any) -> T:
         """What `attempt`, which reads a file, returns; see `with_retries`.

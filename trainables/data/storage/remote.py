@@ -3,6 +3,7 @@
 import errno
 import tempfile
 import weakref
+from functools import partial
 from typing import Any
 
 from trainables.config import DataConfig
@@ -80,7 +81,7 @@ def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> Rem
     with reported_as(*use):
         cache = Cache(base, f"remote-{set_identity(index)}", limit_mib=data.cache_mib, share=_FREE_SHARE)
         try:
-            if not cache.bring(rows.file, rows.bytes, lambda part: origin.fetch(rows, part), required=True):
+            if not cache.bring(rows.file, rows.bytes, partial(origin.fetch, rows), required=True):
                 raise OSError(errno.ENOSPC, "it is full")
         except BaseException:
             cache.close()

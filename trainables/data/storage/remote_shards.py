@@ -114,9 +114,6 @@ class RemoteShards:
                 raise DataError(f"data.path: {path} was cut off while it was in use: remove {self.cache.folder.parent}")
             return content
 
-    def prefetch(self, shard: int, offset: int, size: int) -> None:
-        """Does nothing: fetched shards are in the page cache, and `follow` fetches the later ones."""
-
     def follow(self, order: Order, epoch: int, position: int) -> None:
         """Fetch ahead what `order` needs from this position on; called as reading goes on."""
         with self._changed:

@@ -2,10 +2,10 @@
 
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from trainables.config import DataConfig
@@ -16,7 +16,7 @@ from trainables.data.sources.shards import LocalShards
 from trainables.data.storage.cache import GRACE_S, Cache, NoRoomError, reported_as
 from trainables.data.storage.cleaner import remove_unused
 from trainables.data.storage.free_space import RAM, format_bytes
-from trainables.data.storage.origin import Origin, StoppedError
+from trainables.data.storage.origin import Origin
 from trainables.errors import DataError
 from trainables.locks import locked
 from trainables.paced import Paced
@@ -92,26 +92,14 @@ def _copy(root: Path, missing: list[File], cache: Cache, progress: Callable[[], 
     what = f"{format_bytes(num_bytes)} of {root}"
     if num_bytes > room_bytes:
         raise NoRoomError(f"{what} do not fit into the {format_bytes(room_bytes)} that are free")
-    origin, began_s, stop = Origin(str(root)), time.monotonic(), threading.Event()
-
-    def check_stopped() -> None:
-        if stop.is_set():
-            raise StoppedError
+    origin, began_s = Origin(str(root)), time.monotonic()
 
     def copy(file: File) -> None:
-        if not cache.bring(file.file, file.bytes, lambda part: origin.fetch(file, part, check_stopped)):
+        if not cache.bring(file.file, file.bytes, partial(origin.fetch, file)):
             raise NoRoomError(f"others filled the disk before {what} were copied")
 
     with ThreadPoolExecutor(_COPIES, thread_name_prefix="stage") as pool:
-        running = {pool.submit(copy, file) for file in missing}
-        try:
-            while running:
-                done, running = wait(running, timeout=1, return_when=FIRST_EXCEPTION)
-                for each in done:
-                    each.result()
-                progress()
-        finally:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+        for _ in pool.map(copy, missing):
+            progress()
     took_s = max(time.monotonic() - began_s, 1e-3)
     _log.info("staged %s in %s in %.1f s (%s/s)", what, cache.folder, took_s, format_bytes(num_bytes / took_s))

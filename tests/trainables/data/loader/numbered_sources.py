@@ -1,6 +1,7 @@
 """Sources for the loader's tests, as real as they need to be. A loader process imports this, and no torch with it."""
 
 import hashlib
+import logging
 import os
 import tempfile
 import time
@@ -96,6 +97,14 @@ class NumberedSource(SlowSource):
 
     def read(self, index: int) -> Sample:
         return np.full((2, 2, 3), index % 251, dtype=np.uint8)
+
+
+class LoggingSource(NumberedSource):
+    """A source that logs each of its reads."""
+
+    def read(self, index: int) -> Sample:
+        logging.getLogger("raydistill").warning("sample %d", index)
+        return super().read(index)
 
 
 class BusySource(SlowSource):

@@ -1,6 +1,5 @@
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import re
@@ -26,12 +25,11 @@ from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.interface import Source
-from trainables.data.loader.auto_workers import AutoWorkers
 from trainables.data.loader.loader import Batch, Loader
 from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import REPEAT, Split, sample_at
 from trainables.data.source import open_source
-from trainables.data.sources.synthetic import open_synthetic
+from trainables.data.sources.memory import open_synthetic
 from trainables.device.device_batches import on_device
 from trainables.device.tensor_format import to_pixels
 from trainables.errors import DataError
@@ -463,45 +461,6 @@ def test_all_epochs_read_into_the_same_memory(where: Any) -> None:
     assert len(set.union(*locations)) == len(locations[0]) == 4
     first_of_closed = {next(loader.epoch(epoch)).images_BCHW.data_ptr() for epoch in range(20)}
     assert first_of_closed <= locations[0]  # what a closed epoch had read ahead is free again
-    loader.close()
-
-
-@in_both
-def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_behind(where: str) -> None:
-    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3, loader=where), workers=4)
-    visited = []
-    for step, batch in enumerate(loader.epoch(0)):
-        visited += batch.indices_B.tolist()
-        assert (batch.images_BCHW == (batch.indices_B % 251)[:, None, None, None]).all()
-        loader.resize(1 + step % 4)
-    assert visited == _order(0, 600)
-    loader.close()
-    assert not _loader_threads()
-
-
-@in_both
-def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    source, data = SlowSource(4000), _data(5, loader=where, loader_workers=4)
-    loader = Loader(
-        source,
-        data,
-        split="train",
-        seed=11,
-        rank=0,
-        world_size=1,
-        loader_workers=4,
-        process=loader_process(data, world_size=1, device=CPU),
-        auto=AutoWorkers(4, window_s=0.3),
-    )
-    visited = []
-    with caplog.at_level(logging.INFO, "raydistill"):
-        for batch in loader.epoch(0):
-            visited += batch.indices_B.tolist()
-            if caplog.records:
-                break
-            time.sleep(0.1)  # a step takes 5 images in 100 ms, a thread reads them in 10, on a busy machine in 20
-    assert re.match(r"loader workers: 1 of 4 \(auto\): a thread decodes \d+ images/s, a step takes \d+$", caplog.messages[0])
-    assert visited == _order(0, 4000)[: len(visited)]
     loader.close()
 
 

@@ -10,19 +10,21 @@ import pytest
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from tests.trainables.data.image_folder import open_folder
 from tests.trainables.data.photos import MakeFolder, photo
 from trainables.config import DataConfig
 from trainables.data.decode import decode_image
+from trainables.data.interface import Source
 from trainables.data.loader.loader import Loader
 from trainables.data.order import Split
 from trainables.data.pack.readers import find_reader
 from trainables.data.source import open_source
-from trainables.data.sources.folder import EXTENSIONS, FolderSource
+from trainables.data.sources.folder import EXTENSIONS, list_folder
 from trainables.errors import DataError
 from trainables.notices import notices_to
 
 
-def _agrees_with_imagefolder(source: FolderSource, root: Path, split: str) -> None:
+def _agrees_with_imagefolder(source: Source, root: Path, split: str) -> None:
     theirs = ImageFolder(str(root / split), allow_empty=True)
     assert [str(root / source.name(index)) for index in range(len(source))] == [path for path, _ in theirs.samples]
     assert source.labels_N.tolist() == [label for _, label in theirs.samples]
@@ -41,7 +43,7 @@ def test_classes_and_samples_are_imagefolders(make_folder: MakeFolder) -> None:
     (root / "other").mkdir()
     photo(3).save(root / "other" / "x.webp")
     os.symlink(root / "other", root / "train" / "c")
-    source = FolderSource(str(root), "train")
+    source = open_folder(root, "train")
     assert source.classes == tuple(ImageFolder(str(root / "train")).classes) == ("B", "a", "a10", "a9", "b", "c", "ä")
     _agrees_with_imagefolder(source, root, "train")
     assert source.labels_N.dtype == np.int64
@@ -69,7 +71,7 @@ def notices() -> Iterator[list[str]]:
 def message(path: Path, split: Split = "train") -> str:
     """Why a folder is refused, in one line."""
     with pytest.raises(DataError) as caught:
-        FolderSource(str(path), split)
+        open_folder(path, split)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -77,22 +79,24 @@ def message(path: Path, split: Split = "train") -> str:
 @pytest.mark.parametrize(("train", "val"), [("train", "val"), ("Train", "Validation"), ("training", "valid"), ("TRAIN", "dev")])
 def test_the_two_folders_may_have_the_names_that_data_sets_give_them(make_folder: MakeFolder, train: str, val: str) -> None:
     root = make_folder(**{train: {"cat": 1, "dog": 1}, val: {"dog": 2}})
-    assert FolderSource(str(root), "train").name(0) == f"{train}/cat/000.jpg"
-    assert FolderSource(str(root), "val").name(0) == f"{val}/dog/000.jpg"
+    assert open_folder(root, "train").name(0) == f"{train}/cat/000.jpg"
+    assert open_folder(root, "val").name(0) == f"{val}/dog/000.jpg"
 
 
 def test_a_test_folder_validates_only_where_there_is_no_other_and_is_named(make_folder: MakeFolder, notices: list[str]) -> None:
     root = make_folder(train={"cat": 1}, test={"cat": 3}, valid={"cat": 2})
-    assert len(FolderSource(str(root), "val")) == 2
+    assert len(open_folder(root, "val")) == 2
     shutil.rmtree(root / "valid")
-    assert len(FolderSource(str(root), "val")) == 3
+    assert len(open_folder(root, "val")) == 3
     assert notices[0] == f"{root}: valid is the validation set; test is not used"
     assert notices[1].startswith(f"{root}: test is the validation set, since there is no val")
 
 
 def test_two_folders_that_could_be_the_same_split_are_refused(make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 1}, val={"cat": 3}, Valid={"cat": 2})
-    assert message(root) == f"{root} has val and Valid, which both mean the validation set: rename or remove one of them"
+    assert (
+        message(root) == f"data.path: {root} has val and Valid, which both mean the validation set: rename or remove one of them"
+    )
 
 
 def test_hidden_files_and_folders_are_no_classes_and_no_images(make_folder: MakeFolder, notices: list[str]) -> None:
@@ -103,8 +107,8 @@ def test_hidden_files_and_folders_are_no_classes_and_no_images(make_folder: Make
         photo(1).save(folder / "x.jpg")
     for name in ("._000.jpg", ".DS_Store", "Thumbs.db"):
         (root / "train/cat" / name).write_bytes(b"x")
-    source = FolderSource(str(root), "train")
-    assert (source.classes, source.files(), len(FolderSource(str(root), "val"))) == (
+    source = open_folder(root, "train")
+    assert (source.classes, [source.name(index) for index in range(len(source))], len(open_folder(root, "val"))) == (
         ("cat", "dog"),
         ["train/cat/000.jpg", "train/dog/000.jpg"],
         2,
@@ -120,7 +124,7 @@ def test_files_that_are_left_out_are_counted_by_their_ending_in_one_line(make_fo
     (root / "train/stray.png").touch()
     (root / "train/dog/more").symlink_to("/not/mounted")
     for split in ("train", "val"):
-        assert len(FolderSource(str(root), split)) == (2 if split == "train" else 1)  # type: ignore[arg-type]
+        assert len(open_folder(root, split)) == (2 if split == "train" else 1)  # type: ignore[arg-type]
     assert notices == [
         f"{root}/train: 7 files left out: 3 .jfif, 1 in no class folder, 1 without an extension, 1 .gif, "
         "1 links that lead nowhere; rename images so that they end in .jpg",
@@ -163,7 +167,9 @@ def test_validation_images_in_no_class_folder_are_refused_with_what_to_do(
     flat.mkdir(parents=True)
     photo(1).save(flat / "val_0.JPEG")
     (root / "val/val_annotations.txt").write_text("val_0.JPEG n01")
-    assert message(root, "val") == (
+    with pytest.raises(DataError) as caught:
+        list_folder(str(root), "val")
+    assert str(caught.value) == (
         f"data.path: {root}/val {problem}; "
         "move each image to its class's folder, val/CLASS/, named as in train (val_annotations.txt may say which)"
     )
@@ -176,7 +182,7 @@ def test_a_folder_that_belongs_to_two_classes_is_refused_and_one_that_counts_twi
     (root / "train/dog/deep").mkdir()
     photo(1).save(root / "train/dog/deep/x.jpg")
     (root / "train/dog/again").symlink_to("deep")
-    assert len(FolderSource(str(root), "train")) == 5
+    assert len(list_folder(str(root), "train").files) == 5
     assert notices == [f"{root}/train/dog/again and {root}/train/dog/deep are one folder: its images count twice"]
     (root / "train/kitty").symlink_to("cat")
     assert f"train/kitty and {root}/train/cat are one folder: its images would be of two classes" in message(root)
@@ -185,7 +191,7 @@ def test_a_folder_that_belongs_to_two_classes_is_refused_and_one_that_counts_twi
 def test_names_in_two_unicode_forms_are_one_class(make_folder: MakeFolder, notices: list[str]) -> None:
     composed, decomposed = (unicodedata.normalize(form, "Käfer") for form in ("NFC", "NFD"))
     root = make_folder(train={composed: 2, decomposed: 1, "zebra": 1}, val={decomposed: 3, "zebra": 1})
-    train, val = FolderSource(str(root), "train"), FolderSource(str(root), "val")
+    train, val = open_folder(root, "train"), open_folder(root, "val")
     assert train.classes == val.classes == (composed, "zebra")
     assert (train.labels_N.tolist(), val.labels_N.tolist()) == ([0, 0, 0, 1], [0, 0, 0, 1])
     assert all(decode_image(train.read(index)).mode == "RGB" for index in range(4))
@@ -200,33 +206,33 @@ def test_a_class_whose_name_is_not_text_has_a_printable_one(make_folder: MakeFol
         folder = os.fsencode(root / split)
         os.rename(folder + b"/cafe/000.jpg", folder + b"/cafe/\xe9.jpg")
         os.rename(folder + b"/cafe", folder + b"/caf\xe9")
-    source = FolderSource(str(root), "val")
+    source = open_folder(root, "val")
     assert (source.classes, source.name(0)) == (("caf\\xe9", "zebra"), "val/caf\\xe9/\\xe9.jpg")
     assert decode_image(source.read(0)).mode == "RGB"
 
 
 def test_a_class_that_validation_lacks_keeps_its_label(make_folder: MakeFolder) -> None:
     root = make_folder(train={"a": 1, "b": 1, "c": 1}, val={"c": 2})
-    source = FolderSource(str(root), "val")
+    source = open_folder(root, "val")
     assert source.classes == ("a", "b", "c")
     assert source.labels_N.tolist() == [2, 2]
     (root / "val" / "a").mkdir()
-    assert FolderSource(str(root), "val").labels_N.tolist() == [2, 2]
+    assert open_folder(root, "val").labels_N.tolist() == [2, 2]
 
 
 def test_a_class_that_only_validation_has_is_refused_by_name(make_folder: MakeFolder) -> None:
     root = make_folder(train={"a": 1}, val={"a": 1, "zebra": 1})
-    FolderSource(str(root), "train")
+    list_folder(str(root), "train")
     with pytest.raises(DataError, match="zebra"):
-        FolderSource(str(root), "val")
+        list_folder(str(root), "val")
 
 
 def test_classes_whose_names_differ_in_case_or_blanks_alone_are_named(make_folder: MakeFolder, notices: list[str]) -> None:
     root = make_folder(train={"Cat": 1, "cat": 1, "dog": 1}, val={"dog ": 1})
-    assert FolderSource(str(root), "train").classes == ("Cat", "cat", "dog")
+    assert list_folder(str(root), "train").classes == ("Cat", "cat", "dog")
     assert notices == [f"{root}/train: classes whose names differ in case or blanks alone: Cat, cat"]
     with pytest.raises(DataError, match="'dog ' is 'dog' in train; rename them"):
-        FolderSource(str(root), "val")
+        list_folder(str(root), "val")
 
 
 def test_folders_that_may_group_classes_are_named(make_folder: MakeFolder, notices: list[str]) -> None:
@@ -234,11 +240,11 @@ def test_folders_that_may_group_classes_are_named(make_folder: MakeFolder, notic
     for number in range(2):
         (root / "train" / "birds" / str(number)).mkdir()
         (root / "train" / "birds" / f"00{number}.jpg").rename(root / "train" / "birds" / str(number) / "x.jpg")
-    FolderSource(str(root), "train")
+    list_folder(str(root), "train")
     assert notices == []  # birds has images of its own, cats one folder
     for number in range(2, 4):
         (root / "train" / "birds" / f"00{number}.jpg").rename(root / "train" / "birds" / "0" / f"{number}.jpg")
-    FolderSource(str(root), "train")
+    list_folder(str(root), "train")
     says = "1 of the classes have their images in inner folders, such as birds/0: the class is the outer folder"
     assert notices == [f"{root}/train: {says}"]
 
@@ -292,7 +298,7 @@ def test_a_link_to_a_folder_that_it_lies_in_is_refused_by_name(make_folder: Make
     (root / link).symlink_to(target)
     real = os.path.realpath(root / link)
     with pytest.raises(DataError) as caught:
-        FolderSource(str(root), "train")
+        open_folder(root, "train")
     text = f"data.path: {root / link} is a link to {real}, in which it lies: its images would count again and again; "
     assert str(caught.value) == f"{text}remove the link"
 
@@ -302,13 +308,13 @@ def test_links_that_lead_to_each_other_or_to_themselves_end(make_folder: MakeFol
     (root / "train/a/b").symlink_to("../b")
     (root / "train/b/a").symlink_to("../a")
     with pytest.raises(DataError, match=r"train/a/b/a is a link to \S+/train/a, in which it lies"):
-        FolderSource(str(root), "train")
+        open_folder(root, "train")
     for link in ("train/a/b", "train/b/a"):
         (root / link).unlink()
     for name in "xy":
         (root / "train/a" / name).symlink_to(".")
     with pytest.raises(DataError, match="in which it lies"):
-        FolderSource(str(root), "train")
+        open_folder(root, "train")
     for name in "xy":
         (root / "train/a" / name).unlink()
     (tmp_path / "elsewhere/cats").mkdir(parents=True)
@@ -316,7 +322,7 @@ def test_links_that_lead_to_each_other_or_to_themselves_end(make_folder: MakeFol
     (tmp_path / "elsewhere/cats/up").symlink_to("..")
     (root / "train/cats").symlink_to(tmp_path / "elsewhere/cats")
     with pytest.raises(DataError, match=r"train/cats/up is a link to .*elsewhere, in which it lies"):
-        FolderSource(str(root), "train")
+        open_folder(root, "train")
 
 
 def test_links_that_lead_elsewhere_are_followed(make_folder: MakeFolder, tmp_path: Path) -> None:
@@ -329,8 +335,8 @@ def test_links_that_lead_elsewhere_are_followed(make_folder: MakeFolder, tmp_pat
     photo(9).save(tmp_path / "more" / "x.jpg")
     (real / "train/a/more").symlink_to(tmp_path / "more")
     (real / "train/a/broken.jpg").symlink_to("broken.jpg")
-    _agrees_with_imagefolder(FolderSource(str(root), "train"), root, "train")
-    _agrees_with_imagefolder(FolderSource(str(root), "val"), root, "val")
+    _agrees_with_imagefolder(open_folder(root, "train"), root, "train")
+    _agrees_with_imagefolder(open_folder(root, "val"), root, "val")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the first page of /proc/self/mem is a disk that fails")
@@ -349,6 +355,6 @@ def test_a_disk_that_fails_ends_the_epoch_with_the_samples_name(make_folder: Mak
 def test_a_name_that_is_not_text_can_be_read_and_printed(make_folder: MakeFolder) -> None:
     root = make_folder(train={"a": 1}, val={"a": 1})
     os.rename(root / "train/a/000.jpg", os.fsencode(root / "train/a") + b"/\xff\xfe.jpg")
-    source = FolderSource(str(root), "train")
+    source = open_folder(root, "train")
     source.name(0).encode()
     assert decode_image(source.read(0)).mode == "RGB"

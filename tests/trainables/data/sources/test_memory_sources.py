@@ -8,9 +8,7 @@ from sklearn.datasets import load_digits
 
 from trainables.config import DataConfig
 from trainables.data.source import open_source
-from trainables.data.sources.digits import open_digits
-from trainables.data.sources.memory_source import MemorySource
-from trainables.data.sources.synthetic import open_synthetic
+from trainables.data.sources.memory import MemorySource, open_digits, open_synthetic
 from trainables.notices import notices_to
 
 
@@ -39,7 +37,7 @@ def test_digits_have_a_fifth_of_each_class_in_validation_and_three_equal_channel
 
 def test_digits_do_not_import_scikit_learn() -> None:
     code = (
-        "import sys; from trainables.data.sources.digits import open_digits; open_digits('val');"
+        "import sys; from trainables.data.sources.memory import open_digits; open_digits('val');"
         "sys.exit('sklearn' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

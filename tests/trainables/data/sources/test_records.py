@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from tests.trainables.data.image_folder import open_folder
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder, photo
 from trainables.config import DataConfig
@@ -30,7 +31,7 @@ from trainables.data.loader.loader import Loader
 from trainables.data.pack.modes import Mode
 from trainables.data.source import open_source
 from trainables.data.sources import shards
-from trainables.data.sources.folder import FolderSource
+from trainables.data.sources.layout import LayoutSource
 from trainables.data.sources.records import RecordsSource, open_records
 from trainables.errors import DataError
 
@@ -63,7 +64,7 @@ def message(path: Path, act: Callable[[RecordsSource], object] = len) -> str:
 def test_a_packed_folder_is_read_as_the_folder_is(images: Path, packed: Path, split: str) -> None:
     ours, folder = (open_source(DataConfig(path=str(path)), split) for path in (packed, images))  # type: ignore[arg-type]
     assert isinstance(ours, RecordsSource)
-    assert isinstance(folder, FolderSource)
+    assert isinstance(folder, LayoutSource)
     assert ours.classes == folder.classes == ("cat", "dog", "emu")
     assert ours.labels_N.tolist() == folder.labels_N.tolist()
     assert ours.labels_N.dtype == np.int64
@@ -87,7 +88,7 @@ def test_pixels_are_read_as_height_width_and_color(images: Path, tmp_path: Path)
     pack_here(images, tmp_path / "raw", Mode(raw=20))
     source = open_records(str(tmp_path / "raw"), "train")
     pixels_HWC = source.read(0)
-    expected = with_shorter_side(decode_image(FolderSource(str(images), "train").read(0)), 20)
+    expected = with_shorter_side(decode_image(open_folder(images, "train").read(0)), 20)
     assert isinstance(pixels_HWC, np.ndarray)
     assert (source.widths_N[0], source.heights_N[0]) == expected.size != (20, 20)
     assert np.array_equal(pixels_HWC, np.asarray(expected))
@@ -138,7 +139,7 @@ def test_packed_pixels_give_the_batches_of_the_files_that_they_come_from(tmp_pat
 
 
 def test_several_threads_read_at_once(images: Path, packed: Path) -> None:
-    folder, source = FolderSource(str(images), "train"), open_records(str(packed), "train")
+    folder, source = open_folder(images, "train"), open_records(str(packed), "train")
     expected = [folder.read(index) for index in range(len(folder))]
     with ThreadPoolExecutor(8) as pool:
         for content in pool.map(lambda _: [source.read(index) for index in range(len(source))], range(8)):
@@ -198,44 +199,19 @@ def test_where_the_limit_on_open_files_may_not_be_raised_fewer_stay_open(packed:
     assert len(os.listdir("/dev/fd")) == before + 2
 
 
-def test_a_file_is_not_closed_while_it_is_read_ahead(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_most_open", lambda: 1)
-    opened, found = shards.LocalShards(packed, read_index(packed).splits["train"].shards), []
-
-    def advise(descriptor: int, *_: int) -> None:
-        opened.read(1, 0, 1)  # as another thread does meanwhile
-        found.append(_target(str(descriptor)))
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    opened.prefetch(0, 0, 1)
-    assert found == [str(packed / "train-00000.arrow")]
-
-
 def test_files_that_were_opened_longest_ago_are_closed_where_there_are_too_many(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_records(str(packed), "train")
     expected, before = [source.read(index) for index in range(len(source))], len(os.listdir("/dev/fd"))
     del source
-    monkeypatch.setattr(shards, "_most_open", lambda: 1)
+    monkeypatch.setattr(shards, "_max_open", lambda num_files: 1)
     source = open_records(str(packed), "train")
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert list(pool.map(source.read, range(len(source)))) == expected
     assert len(source.shard_sizes) > 2
     assert len(os.listdir("/dev/fd")) == before - len(source.shard_sizes) + 1
-
-
-def test_of_very_many_shards_some_are_looked_at_when_the_set_is_opened(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "MOST_CHECKED", 2)
-    (packed / "train-00001.arrow").write_bytes(b"")
-    source = open_records(str(packed), "train")
-    assert source.read(0)
-    with pytest.raises(DataError, match=r"train-00001.arrow has 0 bytes, and its index says"):
-        source.read(5)
-    (packed / "train-00000.arrow").write_bytes(b"")
-    with pytest.raises(DataError, match=r"train-00000.arrow has 0 bytes, and its index says"):
-        open_records(str(packed), "train")
 
 
 def test_a_source_goes_to_another_process_without_its_rows(packed: Path) -> None:
@@ -279,7 +255,7 @@ def test_an_index_that_is_not_one_is_refused(packed: Path) -> None:
 
 def test_an_image_folder_with_a_file_of_the_indexs_name_stays_an_image_folder(images: Path) -> None:
     (images / INDEX).write_text("{}")
-    assert isinstance(open_source(DataConfig(path=str(images)), "train"), FolderSource)
+    assert open_folder(images, "train").name(0).startswith("train/")
 
 
 def test_a_shard_of_another_size_or_none_is_refused(packed: Path) -> None:
@@ -434,7 +410,7 @@ def test_the_documents_reader_reads_a_packed_set_with_pyarrow_alone(images: Path
     assert len(code.splitlines()) <= 12
     command = [sys.executable, "-c", code, str(packed)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
-    folder = FolderSource(str(images), "train")
+    folder = open_folder(images, "train")
     expected = [
         f"{folder.name(index)} {folder.classes[folder.labels_N[index]]} {len(folder.read(index))}" for index in range(len(folder))
     ]

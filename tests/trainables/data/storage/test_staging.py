@@ -271,7 +271,7 @@ def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_p
     to, base = tmp_path / "disk", tmp_path / "disk" / f"raydistill-{os.getuid()}"
     (base / "crashed" / "data").mkdir(parents=True)
     (base / "crashed" / "data" / "shard").write_bytes(b"x" * 1000)
-    (base / "crashed" / "size").touch()
+    (base / "crashed" / "users").touch()
     used, own = (Cache(str(to), name, grace_s=30) for name in ("used", "own"))
     assert sorted(path.name for path in base.glob("*/")) == ["own", "used"]
     used.close()

@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 from tests.trainables.data.packed import pack_here
 from tests.trainables.jobs import config, write_teacher
 from trainables.config import DataConfig
+from trainables.data import identity
 from trainables.data.decode import UnreadableImageError
 from trainables.data.loader.loader import Loader
+from trainables.data.pack import layout_reader
 from trainables.data.pack.modes import Mode
-from trainables.data.source import open_on_node, open_source
-from trainables.data.sources import folder as folders
+from trainables.data.source import open_source
 from trainables.distributed.group import Group
 from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
@@ -64,7 +65,7 @@ def test_images_preprocessed_anew_are_other_images_though_their_sizes_are_equal(
 
 
 def test_of_many_files_a_few_are_read_and_they_are_spread_over_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "SAMPLED", 4)
+    monkeypatch.setattr(identity, "SAMPLED", 4)
     images, prints = folder(tmp_path / "images"), list[str]()
     files = sorted((images / "train").rglob("*.png"))
     for number in range(len(files)):
@@ -86,15 +87,8 @@ def test_a_file_that_cannot_be_read_is_part_of_what_a_folder_is(tmp_path: Path, 
     def forbid(path: str) -> bytes:
         raise UnreadableImageError("cannot be read: Permission denied")
 
-    monkeypatch.setattr(folders, "read_file", forbid)
+    monkeypatch.setattr(layout_reader, "read_file", forbid)
     assert fingerprint(images) != first
-
-
-def test_a_cached_folder_is_the_folder(tmp_path: Path) -> None:
-    data = DataConfig(path=str(folder(tmp_path / "images")), cache="memory")
-    source = open_on_node(data, "train")
-    assert source.fingerprint() == fingerprint(tmp_path / "images")
-    source.close()  # type: ignore[attr-defined]
 
 
 def test_a_packed_set_is_its_pixels_and_not_its_sizes(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from trainables.data.order import Split
 from trainables.data.pack.layout_reader import Label, LayoutReader, is_image_folder
 from trainables.data.sources.folder import (
     NO_IMAGES,
-    FolderSource,
     has_train_folder,
     images_below,
+    list_folder,
     split_folders,
     unlabelled_splits,
 )
@@ -19,7 +19,7 @@ from trainables.errors import DataError
 
 
 class FolderReader(LayoutReader):
-    """A location is a file's path below the root. Training opens its `FolderSource` where there are labels in both splits."""
+    """A location is a file's path below the root."""
 
     @classmethod
     def files(cls, root: Path) -> list[Path]:
@@ -28,7 +28,9 @@ class FolderReader(LayoutReader):
     def splits(self) -> Mapping[Split, list[str]]:
         if not self.labels:
             return {split: [folder] for split, folder in unlabelled_splits(str(self.root)).items()}
-        return {split: [split] for split in (split_folders(str(self.root), str(self.root)) if self.holds_out else SPLIT_NAMES)}
+        if not self.holds_out:
+            return {split: [split] for split in SPLIT_NAMES}
+        return {split: [split] for split in SPLIT_NAMES if split in ("train", *split_folders(str(self.root)))}
 
     def samples(self, part: Any) -> Iterable[tuple[str, Label | None]]:
         if not self.labels:
@@ -36,6 +38,5 @@ class FolderReader(LayoutReader):
             if not (paths := images_below(str(self.root), part)):
                 raise DataError(f"{self.root / part} {NO_IMAGES}; add some or remove it")
             return ((path, label) for path in paths)
-        source = FolderSource(str(self.root), part)
-        self.classes = source.classes
-        return zip(source.files(), source.labels_N.tolist(), strict=True)
+        self.classes, files, labels_N = list_folder(str(self.root), part)
+        return zip(files, labels_N.tolist(), strict=True)

@@ -13,7 +13,7 @@ from trainables.data.order import Split
 from trainables.data.pack.file_kind import not_readable
 from trainables.data.pack.layout_reader import Label, LayoutReader, Location, has_folders, is_image_folder
 from trainables.data.pack.readers.tar_file import tar_files
-from trainables.data.sources.folder import EXTENSIONS, FolderSource
+from trainables.data.sources.folder import EXTENSIONS, list_folder
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
@@ -54,8 +54,8 @@ class ImagenetReader(LayoutReader):
             return self._val_samples()
         if part.is_file():
             return self._tar_samples()
-        source = FolderSource(str(self.root), "train")
-        return zip(source.files(), (source.classes[label] for label in source.labels_N.tolist()), strict=True)
+        classes, files, labels_N = list_folder(str(self.root), "train")
+        return zip(files, (classes[label] for label in labels_N.tolist()), strict=True)
 
     def _tar_samples(self) -> Iterator[tuple[Location, Label]]:
         path = self._train_tar
