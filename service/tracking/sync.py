@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -137,7 +138,7 @@ class Syncer:
         if self._is_complete:
             return Delivery(True, f"MLflow was sent every record ({self._where}){but}")
         left = self._trouble or f"{self._where} has not taken every record yet"
-        return Delivery(False, f"{left}{but}; later: distill sync {self._name}")
+        return Delivery(False, f"{left}{but}; later: distill sync {shlex.quote(self._name)}")
 
     @property
     def _where(self) -> str:
@@ -245,7 +246,7 @@ class Syncer:
         return self._view.offset_of(run.data.tags.get(POSITION_TAG, ""))
 
     def _why_deleted(self, store: Store, run: RunView, run_id: str) -> str:
-        again = f"distill sync {self._name}"
+        again = f"distill sync {shlex.quote(self._name)}"
         if store.is_experiment_deleted():
             return f"experiment {store.experiment!r} was deleted in MLflow: {again} restores it, with its runs"
         return f"run {run_id} ({run.key}) was deleted in MLflow: restore it there, then {again}"

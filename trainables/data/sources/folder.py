@@ -289,7 +289,7 @@ def _refuse_deep(split_folder: str, classes: Mapping[str, list[str]]) -> None:
     if len(classes) == 1 and (inner := _list(only).folders):
         raise DataError(
             f"data.path: the only folder in {split_folder} is {os.path.basename(only)}, which holds {first_three(inner)}; "
-            f"if these are the classes, move them up: mv {only}/* {split_folder}/"
+            f"if these are the classes, move them up: mv {shlex.quote(only)}/* {shlex.quote(split_folder)}/"
         )
 
 
