@@ -63,7 +63,7 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
     from service.runs.method_copies import changed_methods
     from service.runs.preflight import check_checkpoints, check_data_of_run
     from service.runs.run_directory import locked_run, reopen, runs_root_of
-    from service.runs.stored.stored_runs import NOT_PUT, display_name
+    from service.runs.stored.stored_runs import NOT_PUT, display_name, shell_name
     from service.runs.stored.stored_session import stored_session
     from service.sweeps.trials import has_trials_to_retry
 
@@ -72,7 +72,7 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
         if (run_dir.root / NOT_PUT).exists():
             with locked_run(run_dir), stored_session(run_dir, click.echo):
                 pass  # it puts what the driver could not
-        click.echo(f"{display_name(directory)} is complete; its tables: distill report {display_name(directory)}")
+        click.echo(f"{display_name(directory)} is complete; its tables: distill report {shell_name(directory)}")
         return
     resolved, run_dir, result = reopen(directory, to_continue=True)
     for line in changed_methods(run_dir):
@@ -184,7 +184,7 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     """Run, or continue, the experiment of a run directory; print where its results are."""
     from service.cluster.local_ray import RayLostError
     from service.report import end_of_run
-    from service.runs.stored.stored_runs import display_name
+    from service.runs.stored.stored_runs import display_name, shell_name
     from service.runs.train import train as run_train
     from service.sweeps.sweep import sweep as run_sweep
     from trainables.errors import ClusterError
@@ -192,10 +192,10 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     try:
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run, data)
     except KeyboardInterrupt:
-        click.echo(f"interrupted; continue with: distill resume {display_name(run_dir.root)}", err=True)
+        click.echo(f"interrupted; continue with: distill resume {shell_name(run_dir.root)}", err=True)
         raise
     except RayLostError as error:
-        raise ClusterError(f"{error}; continue with `distill resume {display_name(run_dir.root)}`") from error
+        raise ClusterError(f"{error}; continue with `distill resume {shell_name(run_dir.root)}`") from error
     click.echo(f"result: {display_name(run_dir.result)}")
     if run_dir.report.exists():
         click.echo(f"page: {display_name(run_dir.report)}")
@@ -206,7 +206,7 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
 def record_lines(run_dir: RunDir, result: RunResult, root: Path) -> list[str]:
     """Where the records of a run are in MLflow, and how to look at them: a server shows its own."""
     from service.runs.run_directory import runs_root_of
-    from service.runs.stored.stored_runs import display_name
+    from service.runs.stored.stored_runs import shell_name
     from service.tracking import compare_urls, default_uri
     from trainables.redact import redact
 
@@ -220,7 +220,7 @@ def record_lines(run_dir: RunDir, result: RunResult, root: Path) -> list[str]:
         links, then = compare_urls(run_dir, uri), ""
     else:
         is_ours = uri == default_uri(runs_root_of(result))
-        command = f"distill ui --runs {display_name(root)}" if is_ours else f"mlflow server --backend-store-uri {uri}"
+        command = f"distill ui --runs {shell_name(root)}" if is_ours else f"mlflow server --backend-store-uri {uri}"
         lines.append(f"open them with: {command}")
         links, then = compare_urls(run_dir), "then "
     what = "trials" if result.kind == "sweep" else "runs"

@@ -13,7 +13,7 @@ from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUs
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_log import RunLog, read_log
-from service.runs.stored.stored_runs import display_name
+from service.runs.stored.stored_runs import display_name, shell_name
 from trainables.errors import ExperimentError
 from trainables.metrics.phases import ALL_PHASES
 from trainables.rundir import RunDir
@@ -55,9 +55,9 @@ def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
     parts: Sequence[Outcome] = result.rows if result.kind == "sweep" else result.stages
     over = [part for part in parts if part.status not in ("running", "pending", "untested")]
     if not over:
-        return f"{run}: no step has been timed yet: wait for its first, or see distill report {run}"
+        return f"{run}: no step has been timed yet: wait for its first, or see distill report {shell_name(run_dir.root)}"
     reason = next((f" ({part.status}: {part.reason})" for part in over if part.reason), "")
-    return f"{run}: no step was timed{reason}; see distill report {run}"
+    return f"{run}: no step was timed{reason}; see distill report {shell_name(run_dir.root)}"
 
 
 def _trial(resolved: Resolved, log: RunLog, row: TrialRow) -> Recording:

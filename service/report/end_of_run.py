@@ -10,7 +10,7 @@ from service.report.tables import phase_table
 from service.report.terminal import summary, verdict
 from service.runs.result import RunResult
 from service.runs.run_log import read_log
-from service.runs.stored.stored_runs import display_name
+from service.runs.stored.stored_runs import shell_name
 from trainables.rundir import RunDir
 
 __all__ = ["tables", "verdict", "write_page_at_end"]
@@ -30,5 +30,5 @@ def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], 
         experiment = read_resolved(run_dir.experiment, reading=True).experiment
         write_page(read_records(run_dir, read_log(run_dir), result, experiment))
     except Exception as error:
-        again = f"distill report {display_name(run_dir.root)}"
+        again = f"distill report {shell_name(run_dir.root)}"
         echo(f"report.html was not written ({type(error).__name__}: {error}); try again: {again}")

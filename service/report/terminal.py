@@ -14,7 +14,7 @@ from service.report.table import Table
 from service.report.tables import node_table, phase_table, stage_table, sweep_table
 from service.report.winner import command, lead, notes
 from service.runs.result import RunResult
-from service.runs.stored.stored_runs import display_name
+from service.runs.stored.stored_runs import display_name, shell_name
 from service.search.rows import probes
 
 WATCH_S = 3.0
@@ -35,7 +35,7 @@ def report_of(records: Records) -> list[RenderableType]:
     if result.status != "complete":
         parts += running_stage_lines(records)
     if result.status in ("interrupted", "failed"):
-        parts.append(f"continue it with: distill resume {display_name(root)}")
+        parts.append(f"continue it with: distill resume {shell_name(root)}")
     return parts
 
 

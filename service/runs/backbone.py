@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from service.runs.stored.stored_runs import display_name, local_checkpoint
+from service.runs.stored.stored_runs import display_name, local_checkpoint, shell_name
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.model_input import ModelInput
 from trainables.models.names import check_model_name
@@ -44,5 +44,5 @@ def write_backbone(run_dir: RunDir, best: Path | None) -> list[str]:
         f"  its features: distill embed {display_name(run_dir.root)} --data FOLDER --to FILE.npy (its tap `embedding`; layers "
         "behind that are not trained)",
         f"  it takes pixels in [0, 1] at {ModelInput(header.image_size, header.mean, header.std)}",
-        f"  measure it: distill evaluate {display_name(run_dir.root)} --probe knn --data FOLDER",
+        f"  measure it: distill evaluate {shell_name(run_dir.root)} --probe knn --data FOLDER",
     ]

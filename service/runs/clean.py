@@ -16,7 +16,7 @@ from service.config import strict_yaml
 from service.runs.run_directory import has_begun
 from service.runs.run_log import checkpoint_kind, read_log
 from service.runs.stored.stored_objects import StoredObjects, stored_run_folders
-from service.runs.stored.stored_runs import display_name, uri_of
+from service.runs.stored.stored_runs import display_name, shell_name, uri_of
 from service.tracking import SyncState
 from trainables.data.storage.free_space import format_bytes
 from trainables.errors import DistillError, ExperimentError
@@ -129,7 +129,7 @@ class Run:
             if is_locked(self.path / ".lock") or (self.objects is not None and self.objects.is_driven()):
                 return "in use"
             if result.mlflow is not None and not ((state := SyncState.read(run_dir)) and state.is_sent(run_dir)):
-                return f"MLflow has not all of it: distill sync {display_name(self.path)}"
+                return f"MLflow has not all of it: distill sync {shell_name(self.path)}"
         except (DistillError, OSError) as error:
             return str(error)
         if result.status != "complete" and not unfinished:

@@ -18,7 +18,15 @@ from service.runs.outcome import to_json
 from service.runs.result import Kind, RunResult
 from service.runs.run_log import RunLog, read_log
 from service.runs.stored.driver_lease import is_fresh
-from service.runs.stored.stored_runs import check_reachable, display_name, fetch_records, is_taken, root_folder, uri_of
+from service.runs.stored.stored_runs import (
+    check_reachable,
+    display_name,
+    fetch_records,
+    is_taken,
+    root_folder,
+    shell_name,
+    uri_of,
+)
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
 from trainables.object_store.store import is_uri
@@ -57,7 +65,7 @@ def _by_file_name(method: str) -> str:
 
 
 def _instead(path: Path) -> str:
-    return f"continue it with `distill resume {display_name(path)}`, or choose another --out"
+    return f"continue it with `distill resume {shell_name(path)}`, or choose another --out"
 
 
 def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> None:

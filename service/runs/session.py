@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +188,8 @@ def _close(session: Session, status: str, timeout_s: float) -> None:
         for folder in sent:
             session.display.print(f"MLflow was also sent the pending events of {folder}")
         if left:
-            session.display.print(f"events of earlier runs ({len(left)}) still wait for MLflow; later: distill sync {left[0]}")
+            again = f"distill sync {shlex.quote(str(left[0]))}"
+            session.display.print(f"events of earlier runs ({len(left)}) still wait for MLflow; later: {again}")
 
 
 def start_tracking(session: Session) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -123,7 +124,7 @@ class Syncer:
         if self._is_complete:
             return Delivery(True, f"MLflow has every event ({self._where}){but}")
         left = self._trouble or f"{self._where} has not taken every event yet"
-        return Delivery(False, f"{left}{but}; later: distill sync {self._name}")
+        return Delivery(False, f"{left}{but}; later: distill sync {shlex.quote(self._name)}")
 
     @property
     def _where(self) -> str:
@@ -242,7 +243,7 @@ class Syncer:
         return self._known[run.key]
 
     def _why_deleted(self, store: Store, run: RunView, known: _Known) -> str:
-        again = f"distill sync {self._name}"
+        again = f"distill sync {shlex.quote(self._name)}"
         if store.is_experiment_deleted():
             return f"experiment {store.experiment!r} was deleted in MLflow: {again} restores it, with its runs"
         return f"run {known.run_id} ({run.key}) was deleted in MLflow: restore it there, then {again}"

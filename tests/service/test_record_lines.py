@@ -20,7 +20,7 @@ RUNS = "#/experiments/1/runs?workflowType=machine_learning"
     [
         ("http://mlflow:5000", "", "compare the trials at: http://mlflow:5000/"),
         ("https://host/below/", "", "compare the trials at: https://host/below/"),
-        ("", "open them with: distill ui --runs {0}", "then compare the trials at: http://127.0.0.1:5000/"),
+        ("", "open them with: distill ui --runs '{0}'", "then compare the trials at: http://127.0.0.1:5000/"),
         (
             "postgresql://db/mlflow",
             "open them with: mlflow server --backend-store-uri postgresql://db/mlflow",
@@ -30,8 +30,9 @@ RUNS = "#/experiments/1/runs?workflowType=machine_learning"
 )
 @pytest.mark.parametrize("views", [[], ["table", "charts"]], ids=["no views", "views"])
 def test_records_are_opened_where_they_are(uri: str, opens: str, compares: str, views: list[str], tmp_path: Path) -> None:
-    run_dir, uri = RunDir(tmp_path / "run"), uri or default_uri(tmp_path)
-    begin_run(load("digits"), "sweep", run_dir, tmp_path)
+    root = tmp_path / "my runs"
+    run_dir, uri = RunDir(root / "run"), uri or default_uri(root)
+    begin_run(load("digits"), "sweep", run_dir, root)
     SyncState(uri=uri, experiment="e", experiment_id="1", views=views).write(run_dir)
     scale = {"scale.num_workers": 1, "data.global_batch_size": 64, "data.loader_workers": 1}
     row = TrialRow.model_validate({"id": "000", "params": {}, "scale": scale, "status": "ok"})
@@ -42,5 +43,5 @@ def test_records_are_opened_where_they_are(uri: str, opens: str, compares: str, 
     if views:
         charts = f"their charts: {page}&viewStateShareKey=charts&compareRunsMode=CHART"
         links = [f"{compares}{RUNS}&viewStateShareKey=table", charts]
-    opening = [opens.format(tmp_path)] if opens else []
-    assert record_lines(run_dir, result, tmp_path) == [f"records: {uri}", *opening, *links]
+    opening = [opens.format(root)] if opens else []
+    assert record_lines(run_dir, result, root) == [f"records: {uri}", *opening, *links]

@@ -54,7 +54,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
     try:
         kind = matching_reader(root, data.labels)
         if kind is None and (refusal := nearby_layout_error(root)):
-            raise DataError(f"data.path: {refusal}")
+            raise type(refusal)(f"data.path: {refusal}")
         if kind is None and not data.labels and root.is_dir():
             raise DataError(f"data.path: {data.path} {NO_IMAGES}; add some, or give another folder")
         return LayoutSource(data, root, kind or IMAGE_FOLDER, split)  # whose refusal describes what is wanted

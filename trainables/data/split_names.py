@@ -1,10 +1,11 @@
-"""What data sets call their splits, and which names in them are never data."""
+"""What data sets call their splits and classes, and which names in them are never data."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from trainables.data.order import Split
-from trainables.errors import DataError
+from trainables.errors import DataError, first_three
 from trainables.notices import notice
 
 T = TypeVar("T")
@@ -55,3 +56,17 @@ def choose_splits(found: Mapping[str, T], where: str) -> dict[Split, T]:
 def known_split_names(split: Split) -> str:
     """The names that a split may have, for a message."""
     return ", ".join(name for name, its_split in SPLIT_OF.items() if its_split == split)
+
+
+def folded(name: str) -> str:
+    """A class's name without what may differ by mistake: case, and blanks around it."""
+    return name.strip().casefold()
+
+
+def report_names(where: str, classes: Sequence[str]) -> None:
+    """A notice of numbers that are sorted as text, and of classes that may be one: they differ in case or blanks alone."""
+    if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != [*classes]:
+        notice(f"{where}: classes in the order {', '.join(classes[:5])} … (sorted as text, as ImageFolder sorts its folders)")
+    alike = Counter(map(folded, classes))
+    if similar := [name for name in classes if alike[folded(name)] > 1]:
+        notice(f"{where}: classes whose names differ in case or blanks alone: {first_three(similar)}")

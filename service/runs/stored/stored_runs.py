@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Iterable
@@ -89,6 +90,11 @@ def uri_of(path: Path) -> str | None:
 def display_name(path: Path) -> str:
     """`path` as the user names it."""
     return uri_of(path) or str(path)
+
+
+def shell_name(path: Path) -> str:
+    """`path` as the user types it in a command line."""
+    return shlex.quote(display_name(path))
 
 
 def run_store(path: Path) -> RunStore | None:

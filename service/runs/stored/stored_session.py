@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import logging
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ def stored_session(run_dir: RunDir, echo: Callable[[str], None]) -> Iterator[Log
             raise
         driver.end(None)
     except StorageError as error:
-        raise StorageError(f"{error}; continue with `distill resume {uri}`") from None
+        raise StorageError(f"{error}; continue with `distill resume {shlex.quote(uri)}`") from None
 
 
 class _StoredDriver:
@@ -75,7 +76,8 @@ class _StoredDriver:
                     if begun is not None and file.read_bytes() != begun:  # two machines began with the same --out
                         run = display_name(self._folder)
                         raise ExperimentError(
-                            f"{run} already holds a run: continue it with `distill resume {run}`, or choose another --out"
+                            f"{run} already holds a run: continue it with `distill resume {shlex.quote(run)}`, "
+                            "or choose another --out"
                         )
             not_put.touch()
             self.put_changed()

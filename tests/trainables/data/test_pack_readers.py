@@ -22,9 +22,12 @@ import pytest
 
 from tests.trainables.data.packed import contents, names, noticed, packed, refusal, write_tar
 from tests.trainables.data.photos import MakeFolder, encoded, photo
+from trainables.config import DataConfig
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS, find_reader
 from trainables.data.pack.readers.protobuf import WireError, example_features, parse_datum
+from trainables.data.source import open_source
+from trainables.errors import DataError
 
 JPEGS = [encoded(photo(seed), "JPEG") for seed in range(6)]
 
@@ -689,3 +692,29 @@ def test_an_lmdb_of_no_known_layout_or_damaged_is_refused(tmp_path: Path) -> Non
 
 def test_every_reader_is_named_once() -> None:
     assert len(set(READERS.values())) == len(READERS)
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("bloodmnist.npz", "NumPy arrays"),
+        ("train-images-idx3-ubyte.gz", "MNIST's IDX arrays"),
+        ("t10k-labels.idx1-ubyte", "MNIST's IDX arrays"),
+        ("train_32x32.mat", "MATLAB arrays"),
+        ("camelyon.h5", "HDF5"),
+        ("mini-imagenet.pkl", "a pickle"),
+    ],
+)
+def test_files_of_arrays_are_refused_by_name(tmp_path: Path, file: str, says: str) -> None:
+    (tmp_path / file).write_bytes(b"\0")
+    for root in (tmp_path, tmp_path / file):
+        with pytest.raises(DataError, match=f"{file} is {says}, which cannot be read: save images as files"):
+            open_source(DataConfig(path=str(root)), "train")
+
+
+def test_a_table_of_unknown_columns_is_named_where_there_are_images(tmp_path: Path) -> None:
+    (tmp_path / "imgs").mkdir()
+    photo(1).save(tmp_path / "imgs" / "1.jpg")
+    (tmp_path / "labels.csv").write_text("id,breed\n1,poodle\n")
+    with pytest.raises(DataError, match=r"if .*labels.csv is the list of its images, write path,label as its first line"):
+        find_reader(tmp_path)

@@ -89,7 +89,7 @@ def test_any_folder_of_images_is_read_to_any_depth_and_each_image_is_on_one_side
     total = len(val)
     del train, val  # what is open already is listed no more
     assert noticed(root) == [
-        f"{root}: 1 file left out: 1 .txt; rename images so that they end in .jpg",
+        f"{root}: 1 file left out: 1 .txt; convert images of other formats to PNG; rename JPEG files so that they end in .jpg",
         f"data.val_share: {total} of 40 images are held out for validation, by a hash of their paths",
     ]
 

@@ -1,11 +1,20 @@
 """What a file is by its first bytes, and what to run where it is not what a reader needs."""
 
+import re
 import shlex
 from pathlib import Path
 
 from trainables.errors import DataError
 
 ARCHIVE = r"(?i).+\.(zip|tar|tgz|tar\.(gz|bz2|xz|zst))"
+_ARRAYS = {
+    "NumPy arrays": r"np[yz]",
+    "MATLAB arrays": r"mat",
+    "HDF5": r"h5|hdf5|hdf",
+    "a pickle": r"pkl|pickle",
+    "MNIST's IDX arrays": r"gz|idx[13]-ubyte",
+}
+ARRAYS = r"(?i).+[.-](" + "|".join(_ARRAYS.values()) + ")"
 _COMPRESSED = {
     b"\x1f\x8b": (".gz", "gunzip"),
     b"BZh": (".bz2", "bunzip2"),
@@ -47,4 +56,13 @@ def archive_error(path: Path) -> DataError:
     return DataError(
         f"{path} is an archive: run `{line}` and give {dest}, or what lies in it: a folder with train/CLASS/* and val/CLASS/* "
         "or another layout"
+    )
+
+
+def arrays_error(path: Path) -> DataError:
+    """The refusal of a file of arrays, by its name."""
+    kind = next(kind for kind, ending in _ARRAYS.items() if re.fullmatch(rf"(?i).+[.-]({ending})", path.name))
+    return DataError(
+        f"{path} is {kind}, which cannot be read: save images as files in train/CLASS/ and val/CLASS/, or labels of files as "
+        "lists train.csv and val.csv of path,label; docs/data.md (Arrays) shows how"
     )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from trainables.data.decode import Sample, UnreadableImageError, read_file
 from trainables.data.interface import HOLD_OUT
 from trainables.data.order import Split
-from trainables.data.split_names import PURPOSES, SPLIT_NAMES, SPLIT_OF, choose_splits, is_hidden, known_split_names
+from trainables.data.split_names import PURPOSES, SPLIT_NAMES, SPLIT_OF, choose_splits, is_hidden, known_split_names, report_names
 from trainables.errors import DataError, first_three, printable
 from trainables.notices import notice
 
@@ -140,6 +140,9 @@ class LayoutReader(ABC):
                 if not labels[split]:
                     raise DataError(f"{self.root}: all {lines}; give a labelled split")
                 notice(f"{self.root}: {lines}: they are left out")
+        both = {location for location in locations["train"] if isinstance(location, str)}.intersection(locations["val"])
+        if both and len(both) < len(locations["val"]):
+            notice(f"{self.root}: {len(both)} of the validation images are training images too: {first_three(sorted(both))}")
         classes, labels_N = self._numbered(labels)
         splits = {split: SplitListing(locations[split], labels_N[split]) for split in labels}
         return Listing(classes, splits if "val" in parts_of else self._held_out(splits["train"], classes), self.pixels)
@@ -180,15 +183,13 @@ class LayoutReader(ABC):
         is_index = self.text_is_index and {str(value) for value in every} == {str(index) for index in range(len(every))}
         kind: type[Any] = str if not is_index and any(isinstance(value, str) for value in every) else int
         values: list[Any] = sorted(set(map(kind, set(labels["train"]))))
-        if kind is str and all(value.isdecimal() for value in values) and values != sorted(values, key=int):
-            shown = ", ".join(values[:5])
-            notice(f"{self.root}: classes in the order {shown} … (sorted as text, as ImageFolder sorts its folders)")
         if unknown := sorted(map(str, set(map(kind, every)) - set(values))):
             shown = first_three(unknown)
             raise DataError(
                 f"{self.root}: validation has labels that train has not: {shown}; give the two splits of one data set"
             )
-        classes = tuple(self.names.get(value, str(value)) for value in values)
+        classes = tuple(printable(self.names.get(value, str(value))) for value in values)
+        report_names(str(self.root), classes)
         if len(set(classes)) < len(classes):  # two numbers under one name
             classes = tuple(map(str, values))
         index_of = {value: index for index, value in enumerate(values)}

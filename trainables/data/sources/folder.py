@@ -4,9 +4,12 @@ Shapes: N samples of the split.
 """
 
 import os
+import re
+import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +17,7 @@ from numpy.typing import NDArray
 
 from trainables.data.interface import HOLD_OUT, NO_LABELS
 from trainables.data.order import Split
-from trainables.data.split_names import SPLIT_OF, choose_splits, is_hidden
+from trainables.data.split_names import SPLIT_OF, choose_splits, folded, is_hidden, report_names
 from trainables.errors import DataError, NoLabelsError, first_three, printable
 from trainables.notices import notice
 
@@ -23,6 +26,12 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 NO_IMAGES = f"holds no images, files whose names end in {' '.join(EXTENSIONS)}"
 _ONE_CLASS = "folders whose names differ in their Unicode form alone (NFC and NFD) are one class"
 _MAX_REASONS = 6
+_DETECTION = {
+    "YOLO's boxes": {"images", "labels"},
+    "Pascal VOC's boxes": {"jpegimages", "annotations"},
+    "masks": {"images", "masks"},
+}
+"""Folders of data sets for other tasks, by what they have."""
 
 
 class FolderListing(NamedTuple):
@@ -33,19 +42,25 @@ class FolderListing(NamedTuple):
     labels_N: NDArray[np.int64]
 
 
-def list_folder(root: str, split: Split) -> FolderListing:
+def list_folder(root: str, split: Split, *, holds_out: bool = False) -> FolderListing:
     """One split of an image folder; classes and samples in ImageFolder's order, so that published weights fit.
 
     Classes are the folders of `train`, sorted; those whose names differ in their Unicode form alone are one. A validation folder
     may lack some of them, and may not have others. Hidden files and folders are none; a notice counts others that are left out.
+    holds_out: where there are no folders of splits, `root` is the folder of the classes.
 
     Raises DataError: a folder is missing, unreadable or empty, lies too deep, is a link to nothing or to one that it lies in, or
-    belongs to two classes; two folders may be the same split.
+    belongs to two classes; two folders may be the same split; the data set has boxes in place of classes.
     """
     splits = {its_split: os.path.join(root, name) for its_split, name in split_folders(root).items()}
+    if refusal := detection_error(splits.get("train", root)):
+        raise refusal
+    if holds_out and not splits and has_root_classes(root):
+        splits = {"train": root}
+        notice(f"{root} has no folder train: its folders are the classes")
     if "train" not in splits:
         parent, name = os.path.split(os.path.realpath(root))
-        advice = f"{split_classes(root) or 'images belong in train/CLASS/ and val/CLASS/'}; {NO_LABELS}"
+        advice = f"{_renamed_splits(root) or split_classes(root) or 'images belong in train/CLASS/ and val/CLASS/'}; {NO_LABELS}"
         if SPLIT_OF.get(name.lower()) == "train":
             advice = f"write data.path: {parent}"
         raise NoLabelsError(f"data.path: {root} has no folder train; {advice}")
@@ -64,17 +79,18 @@ def list_folder(root: str, split: Split) -> FolderListing:
     else:
         if twice := [name for name, folders in classes.items() if len(folders) > 1]:
             notice(f"{train}: {_ONE_CLASS}: {first_three(twice)}")
-        alike = Counter(map(_folded, classes))
-        if similar := [name for name in classes if alike[_folded(name)] > 1]:
-            notice(f"{train}: classes whose names differ in case or blanks alone: {first_three(similar)}")
+        report_names(train, [*classes])
 
     files: list[str] = []
     counts = []
+    below = "" if splits[split] == root else f"{os.path.basename(splits[split])}{os.sep}"
     for name, folders in classes.items():
         found = [file for folder in folders for file in walk.images(folder, name)]
         if not found and split == "train":
-            raise DataError(f"data.path: {os.path.join(train, folders[0])} {NO_IMAGES}; add some or remove it")
-        files += [f"{os.path.basename(splits[split])}{os.sep}{file}" for file in found]
+            path = os.path.join(train, folders[0])
+            has = f" (but {first_three(others)}: convert images to PNG)" if (others := _list(path).others) else ""
+            raise DataError(f"data.path: {path} {NO_IMAGES}{has}; add some or remove it")
+        files += [f"{below}{file}" for file in found]
         counts.append(len(found))
     if not files:
         raise DataError(f"data.path: {splits[split]} {NO_IMAGES}")
@@ -82,10 +98,6 @@ def list_folder(root: str, split: Split) -> FolderListing:
         notice(f"{splits[split]}: no images of {len(empty)} of {len(classes)} classes: {first_three(empty)}")
     walk.report()
     return FolderListing(tuple(train_classes), files, np.repeat(np.arange(len(classes), dtype=np.int64), counts))
-
-
-def _folded(name: str) -> str:
-    return name.strip().casefold()
 
 
 def has_train_folder(root: str) -> bool:
@@ -149,10 +161,50 @@ def unlabelled_splits(root: str) -> dict[Split, str]:
 
 def split_classes(root: str) -> str:
     """What to do with class folders that lie in `root` itself; empty where there are not two."""
-    classes = [name for name in _list(root).folders if _list(os.path.join(root, name)).images]
-    if len(classes) < 2:
+    if not has_root_classes(root):
         return ""
-    return f"if its folders {first_three(classes)} are classes, move each to train/CLASS/ and a part of its images to val/CLASS/"
+    return (
+        f"if its folders {first_three(_list(root).folders)} are classes: {HOLD_OUT}, or move each to train/CLASS/ "
+        "and a part of its images to val/CLASS/"
+    )
+
+
+def _renamed_splits(root: str) -> str:
+    """How to rename folders whose names have a split's word among others, as training_set and test_set; empty without."""
+    found = {SPLIT_OF[word]: name for name in _list(root).folders[::-1] for word in _words(name) if word in SPLIT_OF}
+    moves = [f"mv {shlex.quote(os.path.join(root, found[split]))} {shlex.quote(os.path.join(root, split))}" for split in found]
+    return f"if {' and '.join(found.values())} are its splits, rename them: {' && '.join(moves)}" if "train" in found else ""
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z]+", name.lower())
+
+
+def has_root_classes(root: str) -> bool:
+    """Whether two folders in `root` hold images, and their names are not those of two splits, as train2017 and val2017 are."""
+    folders = _list(root).folders
+    words = {word for name in folders for word in _words(name) if word in SPLIT_OF}
+    if len(words) > 1 or any(name.lower() in SPLIT_OF for name in folders):
+        return False
+    return len(list(islice((name for name in folders if _list(os.path.join(root, name)).images), 2))) == 2
+
+
+def detection_error(folder: str) -> DataError | None:
+    """The refusal of a folder in which images have boxes or masks in place of classes; else None."""
+    if not os.path.isdir(folder):
+        return None
+    found = _list(folder)
+    folders = {name.lower(): name for name in found.folders}
+    kind = next((kind for kind, names in _DETECTION.items() if folders.keys() >= names), None)
+    described = [*found.others, *(_list(os.path.join(folder, folders["annotations"])).others if "annotations" in folders else ())]
+    if any(re.fullmatch(r"instances_.+\.json|_annotations\.coco\.json", name) for name in described):
+        kind = "COCO's boxes"
+    if not kind:
+        return None
+    return NoLabelsError(
+        f"{folder} has {kind}, and no class of a whole image: crop objects to train/CLASS/ and val/CLASS/, or write "
+        f"a list train.csv of path,label; {NO_LABELS}"
+    )
 
 
 class _Listing(NamedTuple):
@@ -208,8 +260,8 @@ def _class_folders(split_folder: str) -> dict[str, list[str]]:
 def _validation_folders(split_folder: str, train: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """The folders of each class of `train`. Raises DataError where there are others, or images in no class's folder."""
     found = _class_folders(split_folder)
-    extra, alike = sorted(found.keys() - train.keys()), {_folded(name): name for name in train}
-    if same := [f"{name!r} is {alike[_folded(name)]!r} in train" for name in extra if _folded(name) in alike]:
+    extra, alike = sorted(found.keys() - train.keys()), {folded(name): name for name in train}
+    if same := [f"{name!r} is {alike[folded(name)]!r} in train" for name in extra if folded(name) in alike]:
         raise DataError(f"data.path: {split_folder} has classes of other names than train: {first_three(same)}; rename them")
     if len(found) == len(extra) < 2:  # no folder, or one, that is none of a class
         flat = os.path.join(split_folder, *found.get("".join(extra), []))
@@ -237,7 +289,7 @@ def _refuse_deep(split_folder: str, classes: Mapping[str, list[str]]) -> None:
     if len(classes) == 1 and (inner := _list(only).folders):
         raise DataError(
             f"data.path: the only folder in {split_folder} is {os.path.basename(only)}, which holds {first_three(inner)}; "
-            f"if these are the classes, move them up: mv {only}/* {split_folder}/"
+            f"if these are the classes, move them up: mv {shlex.quote(only)}/* {shlex.quote(split_folder)}/"
         )
 
 
@@ -304,13 +356,13 @@ class _Walk:
             notice(f"{self._twice[0]} are one folder: its images count twice{more}")
         if self._inner:
             notice(
-                f"{self._path}: {len(self._inner)} of the classes have their images in inner folders, such as "
-                f"{self._inner[0]}: the class is the outer folder"
+                f"{self._path}: classes whose images are in inner folders: {len(self._inner)}, such as {self._inner[0]}: "
+                "the class is the outer folder"
             )
         if total := self._left_out.total():
             reasons = [f"{count} {reason}" for reason, count in self._left_out.most_common(_MAX_REASONS) if count]
             more = ", …" if len(self._left_out) > _MAX_REASONS else ""
             notice(
                 f"{self._path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}; "
-                "rename images so that they end in .jpg"
+                "convert images of other formats to PNG; rename JPEG files so that they end in .jpg"
             )

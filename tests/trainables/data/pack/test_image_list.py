@@ -1,11 +1,14 @@
 """Lists of image files and their classes, as people write them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.trainables.data.packed import contents, names, noticed, packed, refusal
 from tests.trainables.data.photos import encoded, photo
+from trainables.data.pack.readers.image_list import ImageListReader
+from trainables.notices import notices_to
 
 JPEGS = [encoded(photo(seed), "JPEG") for seed in range(4)]
 FILES = ("a 0.jpg", "b.jpg", "c.jpg", "d.jpg")
@@ -71,8 +74,8 @@ def test_missing_files_are_counted_and_named(tmp_path: Path) -> None:
     root = write_lists(tmp_path / "set", {"train.csv": "images/b.jpg,x\nimages/no.jpg,y\n", "val.csv": "images/c.jpg,x\n"})
     assert f"{root}/train.csv: 1 of its 2 files are missing, such as images/no.jpg" in noticed(root)
     assert "images/no.jpg" in (tmp_path / "set-packed" / "unreadable.jsonl").read_text()
-    (root / "train.csv").write_text("b.jpg,x\nc.jpg,y\n")
-    assert f"2 of its 2 files are missing, such as b.jpg, c.jpg; write paths relative to {root}" in refusal(root)
+    (root / "train.csv").write_text("x/b.jpg,x\nx/c.jpg,y\n")
+    assert f"2 of its 2 files are missing, such as x/b.jpg, x/c.jpg; write paths relative to {root}" in refusal(root)
 
 
 def test_rows_that_are_no_image_and_class_are_refused(tmp_path: Path) -> None:
@@ -92,3 +95,63 @@ def test_the_column_that_is_chosen_of_several_is_a_notice(tmp_path: Path) -> Non
     assert "list of images: the column fine_label is the class; not used: coarse_label" in noticed(
         write_lists(tmp_path / "set", lists)
     )
+
+
+TABLE = "image_id,label\na 0,cat\nb,ant\nc,ant\nd,cat\n"
+
+
+def test_images_are_found_in_the_one_folder_and_by_the_one_extension_that_fit(tmp_path: Path) -> None:
+    root = write_lists(tmp_path / "set", {"train.csv": TABLE, "val.csv": "image_id,label\nd,cat\n"}, "data/photos")
+    assert f"{root}/train.csv: its a 0 is taken for data/photos/a 0.jpg, and so on" in noticed(root)
+    assert names(packed(root)[0]) == [f"data/photos/{name}" for name in FILES]
+    shutil.copytree(root / "data" / "photos", root / "small")
+    assert "train.csv: its a 0 may be data/photos/a 0.jpg or small/a 0.jpg: write such paths" in refusal(root)
+    shutil.copytree(root / "small", root / "train")
+    shutil.copytree(root / "small", root / "val")
+    assert names(packed(root)[1]) == ["val/d.jpg"]
+
+
+def test_hugging_faces_metadata_in_json_lines_is_a_list(tmp_path: Path) -> None:
+    line = '{"file_name": "a 0.jpg", "label": 3}\n'
+    root = write_lists(tmp_path / "set", {"train/metadata.jsonl": line + '\n{"label": 1, "file_name": "b.jpg"}\n'}, "train")
+    shutil.copytree(root / "train", root / "test")
+    (root / "test" / "metadata.jsonl").write_text(line)
+    train, val = packed(root)
+    assert (names(train), train.classes, train.labels_N.tolist()) == (["train/a 0.jpg", "train/b.jpg"], ("1", "3"), [1, 0])
+    assert names(val) == ["test/a 0.jpg"]
+    (root / "train" / "metadata.jsonl").write_text(line + "{")
+    assert "metadata.jsonl cannot be read in line 2" in refusal(root)
+
+
+@pytest.mark.parametrize(
+    ("text", "classes"),
+    [
+        ("path,label\nimages/b.jpg,0.0\nimages/c.jpg,10.0\nimages/d.jpg,2.5\n", ("0", "10", "2.5")),  # of pandas
+        ("path\tlabel\nimages/b.jpg\tthé\nimages/c.jpg\tcafé\n".encode("utf-16"), ("café", "thé")),  # of Excel
+        ("path,label\nimages/b.jpg,thé\n".encode("latin-1"), ("th\\xe9",)),
+    ],
+)
+def test_classes_as_other_programs_write_them_are_read(tmp_path: Path, text: str | bytes, classes: tuple[str, ...]) -> None:
+    root = write_lists(tmp_path / "set", {})
+    (root / "list.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert ImageListReader(root, val_share=0).listing().classes == classes
+
+
+def test_what_a_list_says_twice_is_a_notice_or_refused(tmp_path: Path) -> None:
+    train, val = "images/b.jpg,cat\nimages/c.jpg,Cat\n", "images/c.jpg,cat\nimages/d.jpg,cat\n"
+    root = write_lists(tmp_path / "set", {"train.csv": f"{train}images/b.jpg,cat\n", "val.csv": val})
+    lines = noticed(root)
+    assert f"{root}/train.csv: 1 rows repeat an image: it counts again" in lines
+    assert f"{root}: 1 of the validation images are training images too: images/c.jpg" in lines
+    assert f"{root}: classes whose names differ in case or blanks alone: Cat, cat" in lines
+    (root / "train.csv").write_text(f"{train}images/b.jpg,dog\n")
+    assert "train.csv: line 1 and a later one give images/b.jpg two classes: write one class for each image" in refusal(root)
+
+
+def test_a_list_without_classes_beside_others_is_not_used(tmp_path: Path) -> None:
+    root = write_lists(tmp_path / "set", {"train.csv": TABLE, "test.csv": "image_id\nb\n"})
+    lines: list[str] = []
+    with notices_to(lines.append):
+        listing = ImageListReader(root, val_share=0).listing()
+    assert f"{root}: lists without a class column are not used: test.csv" in lines
+    assert len(listing.splits["train"].locations) == len(FILES)

@@ -17,10 +17,10 @@ from trainables.data.decode import decode_image
 from trainables.data.interface import Source
 from trainables.data.loader.loader import Loader
 from trainables.data.order import Split
-from trainables.data.pack.readers import find_reader
 from trainables.data.source import open_source
 from trainables.data.sources.folder import EXTENSIONS, list_folder
-from trainables.errors import DataError
+from trainables.data.split_names import SPLIT_NAMES
+from trainables.errors import DataError, NoLabelsError
 from trainables.notices import notices_to
 
 
@@ -127,7 +127,7 @@ def test_files_that_are_left_out_are_counted_by_their_ending_in_one_line(make_fo
         assert len(open_folder(root, split)) == (2 if split == "train" else 1)  # type: ignore[arg-type]
     assert notices == [
         f"{root}/train: 7 files left out: 3 .jfif, 1 in no class folder, 1 without an extension, 1 .gif, "
-        "1 links that lead nowhere; rename images so that they end in .jpg",
+        "1 links that lead nowhere; convert images of other formats to PNG; rename JPEG files so that they end in .jpg",
         f"{root}/val: no images of 1 of 2 classes: dog",
     ]
 
@@ -245,7 +245,7 @@ def test_folders_that_may_group_classes_are_named(make_folder: MakeFolder, notic
     for number in range(2, 4):
         (root / "train" / "birds" / f"00{number}.jpg").rename(root / "train" / "birds" / "0" / f"{number}.jpg")
     list_folder(str(root), "train")
-    says = "1 of the classes have their images in inner folders, such as birds/0: the class is the outer folder"
+    says = "classes whose images are in inner folders: 1, such as birds/0: the class is the outer folder"
     assert notices == [f"{root}/train: {says}"]
 
 
@@ -255,10 +255,43 @@ def test_class_folders_without_a_split_are_refused_with_what_to_do(make_folder: 
         (root / "train" / name).rename(root / name)
     (root / "train").rmdir()
     shutil.rmtree(root / "val")
-    says = "if its folders a, b are classes, move each to train/CLASS/ and a part of its images to val/CLASS/"
-    assert says in message(root)
-    with pytest.raises(DataError, match=says):
-        find_reader(root)
+    says = message(root)
+    assert "if its folders a, b are classes: to hold out some of the training images write data.val_share: 0.1" in says
+    assert "or move each to train/CLASS/ and a part of its images to val/CLASS/" in says
+
+
+def test_class_folders_without_a_split_are_the_classes_of_a_held_out_share(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 8, "b": 8}) / "train"
+    lines: list[str] = []
+    with notices_to(lines.append):
+        train, val = (open_source(DataConfig(path=str(root), val_share=0.3), split) for split in SPLIT_NAMES)
+    assert f"{root} has no folder train: its folders are the classes" in lines
+    assert (train.classes, len(train) + len(val)) == (("a", "b"), 16)
+    assert train.read(0) == (root / train.name(0)).read_bytes()
+    root = root.rename(root.with_name("flowers"))
+    for name, renamed in (("a", "train_images"), ("b", "test_images")):
+        (root / name).rename(root / renamed)
+    with pytest.raises(DataError, match=f"rename them: mv {root}/train_images {root}/train && mv {root}/test_images {root}/val"):
+        open_source(DataConfig(path=str(root), val_share=0.4), "train")
+
+
+@pytest.mark.parametrize(
+    ("folders", "file", "says"),
+    [
+        (("images", "labels"), "data.yaml", "YOLO's boxes"),
+        (("train/images", "train/labels", "val/images"), "data.yaml", "YOLO's boxes"),
+        (("JPEGImages", "Annotations"), "readme.txt", "Pascal VOC's boxes"),
+        (("train2017", "annotations"), "annotations/instances_train2017.json", "COCO's boxes"),
+        (("images", "masks"), "readme.txt", "masks"),
+    ],
+)
+def test_data_sets_of_other_tasks_are_refused_by_name(tmp_path: Path, folders: tuple[str, ...], file: str, says: str) -> None:
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        photo(1).save(tmp_path / folder / "0.jpg")
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(NoLabelsError, match=f"has {says}, and no class of a whole image: crop objects to train"):
+        open_source(DataConfig(path=str(tmp_path)), "train")
 
 
 def test_bad_folders_are_refused_in_one_line(make_folder: MakeFolder) -> None:
@@ -358,3 +391,15 @@ def test_a_name_that_is_not_text_can_be_read_and_printed(make_folder: MakeFolder
     source = open_folder(root, "train")
     source.name(0).encode()
     assert decode_image(source.read(0)).mode == "RGB"
+
+
+def test_names_of_classes_that_are_sorted_as_text_are_a_notice(make_folder: MakeFolder, notices: list[str]) -> None:
+    root = make_folder(train={"8": 1, "9": 1, "10": 1}, val={"9": 1})
+    assert open_folder(root, "train").classes == ("10", "8", "9")
+    assert f"{root}/train: classes in the order 10, 8, 9 … (sorted as text, as ImageFolder sorts its folders)" in notices
+
+
+def test_a_class_of_images_in_another_format_is_refused_with_what_to_do(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 1, "b": 1}, val={"a": 1})
+    (root / "train" / "b" / "000.jpg").rename(root / "train" / "b" / "000.heic")
+    assert ".webp (but 000.heic: convert images to PNG); add some or remove it" in message(root)

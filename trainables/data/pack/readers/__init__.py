@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from trainables.data.interface import NO_LABELS
-from trainables.data.pack.file_kind import ARCHIVE, archive_error
+from trainables.data.pack.file_kind import ARCHIVE, ARRAYS, archive_error, arrays_error
 from trainables.data.pack.layout_reader import LayoutReader, files_below, is_image_folder
 from trainables.data.pack.readers.cifar import CifarReader
 from trainables.data.pack.readers.folder import FolderReader
@@ -14,7 +14,7 @@ from trainables.data.pack.readers.lmdb import LmdbReader
 from trainables.data.pack.readers.parquet import ParquetReader, describes_images
 from trainables.data.pack.readers.tfrecord import TfrecordReader
 from trainables.data.pack.readers.webdataset import WebdatasetReader
-from trainables.data.sources.folder import NO_IMAGES, has_images, split_classes
+from trainables.data.sources.folder import NO_IMAGES, detection_error, has_images, has_root_classes
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
@@ -47,13 +47,21 @@ def matching_reader(root: Path, labels: bool = True) -> str | None:
 
 
 def nearby_layout_error(root: Path) -> DataError | None:
-    """The refusal of a path without a layout, where a folder in it or an archive has one; else None."""
+    """The refusal of a path without a layout, by what is in it: another task's data, a layout, archive, arrays or a table."""
+    if refusal := detection_error(str(root)):
+        return refusal
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)) if root.is_dir() else []
     for folder in folders:
-        if name := matching_reader(folder):
+        if (name := matching_reader(folder)) and (len(folders) == 1 or not has_root_classes(str(folder))):
             return DataError(f"{root} is of no known layout, but its folder {folder} is ({name}): give that one")
-    archives = [root] if root.is_file() and re.fullmatch(ARCHIVE, root.name) else files_below(root, ARCHIVE)
-    return archive_error(archives[0]) if archives else None
+    for pattern, refuse in ((ARCHIVE, archive_error), (ARRAYS, arrays_error)):
+        if found := [root] if root.is_file() and re.fullmatch(pattern, root.name) else files_below(root, pattern):
+            return refuse(found[0])
+    if tables := files_below(root, r"(?i).+\.(csv|tsv)") if root.is_dir() and has_images(str(root)) else []:
+        return DataError(
+            f"{root} is of no known layout: if {tables[0]} is the list of its images, write path,label as its first line"
+        )
+    return None
 
 
 def find_reader(root: Path, labels: bool = True) -> str:
@@ -69,7 +77,4 @@ def find_reader(root: Path, labels: bool = True) -> str:
         raise DataError(f"{root} is a single file; give the folder with the files of both splits, or a list of images")
     if not labels:
         raise DataError(f"{root} {NO_IMAGES}, and is of no other layout that can be packed: {layouts}")
-    raise DataError(
-        f"{root} is of no layout that can be packed: {layouts}; {split_classes(str(root)) or 'docs/records.md shows each'}; "
-        f"{NO_LABELS}"
-    )
+    raise DataError(f"{root} is of no layout that can be packed: {layouts}; docs/records.md shows each; {NO_LABELS}")

@@ -8,6 +8,7 @@ from trainables.data.order import Split
 from trainables.data.pack.layout_reader import Label, LayoutReader, is_image_folder
 from trainables.data.sources.folder import (
     NO_IMAGES,
+    has_root_classes,
     has_train_folder,
     images_below,
     list_folder,
@@ -23,7 +24,7 @@ class FolderReader(LayoutReader):
 
     @classmethod
     def files(cls, root: Path) -> list[Path]:
-        return [root] if root.is_dir() and has_train_folder(str(root)) else []
+        return [root] if root.is_dir() and (has_train_folder(str(root)) or has_root_classes(str(root))) else []
 
     def splits(self) -> Mapping[Split, list[str]]:
         if not self.labels:
@@ -38,5 +39,5 @@ class FolderReader(LayoutReader):
             if not (paths := images_below(str(self.root), part)):
                 raise DataError(f"{self.root / part} {NO_IMAGES}; add some or remove it")
             return ((path, label) for path in paths)
-        self.classes, files, labels_N = list_folder(str(self.root), part)
+        self.classes, files, labels_N = list_folder(str(self.root), part, holds_out=self.holds_out)
         return zip(files, labels_N.tolist(), strict=True)

@@ -1,13 +1,16 @@
-"""Lists of image files and their classes: `path,label` a row, with commas, tabs or spaces, with or without a header.
+"""Lists of image files and their classes: `path,label` a row, with commas, tabs or spaces, with or without a header; JSON lines.
 
 Two files, named by their splits (train.csv, val.txt), or one with a column `split`. Paths are relative to the list's folder or,
-as in Caffe's lists of ImageNet, to the folder next to it that has the split's name. Without labels a row may be a path alone.
+as in Caffe's lists of ImageNet, to the folder next to it that has the split's name. Where all are missing there, they are looked
+for in the folders near the list, and with an extension; a notice shows what was found. Without labels a row may be a path alone.
 """
 
+import codecs
 import csv
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +23,7 @@ from trainables.data.split_names import SPLIT_NAMES, SPLIT_OF, choose_splits, kn
 from trainables.errors import DataError, NoLabelsError, first_three
 from trainables.notices import notice
 
-_LISTS = r"(?i).+\.(csv|tsv|txt|lst)"
+_LISTS = r"(?i).+\.(csv|tsv|txt|lst|jsonl)"
 _MAX_LISTS = 1000
 """The most text files in a folder that may be lists: where there are more, they are captions of images or the like."""
 _PATH_FIELDS = (
@@ -72,6 +75,12 @@ class ImageListReader(LayoutReader):
 
     def splits(self) -> Mapping[Split, list[tuple[Path, list[_Row]]]]:
         lists = self.files(self.given)
+        if self.labels and len(lists) > 1:
+            tests = [path for path in lists if split_name(self.root, path) in (*SPLIT_NAMES["val"][1], None)]
+            if unlabelled := [path for path in tests if {*LABEL_FIELDS}.isdisjoint(_columns(path) or ())]:
+                shown = first_three([str(path.relative_to(self.root)) for path in unlabelled])
+                notice(f"{self.root}: lists without a class column are not used: {shown}")
+                lists = [path for path in lists if path not in unlabelled] or lists
         is_all = self.holds_out and self.given.is_file()  # whatever its name
         if len(lists) > 1 or (split_name(self.root, lists[0]) and not is_all):
             files = split_files(self.root, lists, self.what, self.holds_out)
@@ -99,10 +108,18 @@ class ImageListReader(LayoutReader):
         """
         path, rows = part
         folders = [path.parent, path.parent / (split_name(self.root, path) or "")]
-        folder = next((folder for folder in folders if rows and (folder / rows[0].path).exists()), path.parent)
+        usual = ((folder, "") for folder in folders if rows and (folder / rows[0].path).exists())
+        folder, extension = next(usual, None) or _find_images(path, folders, rows)
         inside = os.path.join(os.path.abspath(self.root), "")  # absolute paths below the root are samples of the same names
         relative = folder.relative_to(self.root)
-        locations = [os.path.normpath(os.path.join(relative, row.path)).removeprefix(inside) for row in rows]
+        locations = [os.path.normpath(os.path.join(relative, row.path + extension)).removeprefix(inside) for row in rows]
+        if self.labels and len(labels := dict(zip(locations, (row.label for row in rows), strict=True))) < len(rows):
+            both = [(row.line, at) for row, at in zip(rows, locations, strict=True) if row.label != labels[at]]
+            if both:
+                raise DataError(
+                    f"{path}: line {both[0][0]} and a later one give {both[0][1]} two classes: write one class for each image"
+                )
+            notice(f"{path}: {len(rows) - len(labels)} rows repeat an image: it counts again")
         if missing := _missing(self.root, locations):
             found = f"{path}: {len(missing)} of its {len(rows)} files are missing, such as {first_three(missing)}"
             if len(missing) == len(rows):
@@ -114,9 +131,39 @@ class ImageListReader(LayoutReader):
         return ((location, row.label or None) for location, row in zip(locations, rows, strict=True))
 
 
+def _find_images(path: Path, usual: list[Path], rows: list[_Row]) -> tuple[Path, str]:
+    """The folder in which the images of a list are, which are in none of the `usual` ones, and the extension that its paths lack.
+
+    They are the only ones with which most of the list's files are there. Raises DataError: there are several.
+    """
+    sample = [row.path for row in rows[:: len(rows) // 16 + 1]]
+    folders = [*usual, *sorted(file for depth in ("*", "*/*") for file in path.parent.glob(depth) if file.is_dir())]
+    extensions = ["", *EXTENSIONS, *map(str.upper, EXTENSIONS)]
+    found = []
+    for folder in dict.fromkeys(folders):
+        for extension in extensions:
+            if sum(os.path.isfile(os.path.join(folder, name + extension)) for name in sample) * 2 > len(sample):
+                found.append((folder, extension))
+    first, *more = [choice for choice in found if choice[0] in usual] or found or [(path.parent, "")]
+    shown = (
+        [str(folder.relative_to(path.parent) / (sample[0] + extension)) for folder, extension in (first, *more)] if sample else []
+    )
+    if more:
+        raise DataError(f"{path}: its {sample[0]} may be {' or '.join(shown[:3])}: write such paths")
+    if found:
+        notice(f"{path}: its {sample[0]} is taken for {shown[0]}, and so on")
+    return first
+
+
 def _table(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of a list, as text, with their line. Raises DataError where they are no table."""
-    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+    with open(path, "rb") as raw:
+        encoding = "utf-16" if raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"  # Excel's text
+    errors = "surrogateescape" if encoding == "utf-8-sig" else "replace"
+    with open(path, newline="", encoding=encoding, errors=errors) as file:
+        if path.suffix.lower() == ".jsonl":
+            yield from _json_lines(path, file)
+            return
         first = file.readline()
         file.seek(0)
         delimiter = next((sign for sign in "\t,;" if sign in first), None)
@@ -131,6 +178,21 @@ def _table(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield from ((rows.line_num, row) for row in rows if row)
         except csv.Error as error:
             raise DataError(f"{path} cannot be read near line {rows.line_num} ({error}); write rows of path,label") from None
+
+
+def _json_lines(path: Path, file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The rows of JSON lines, such as Hugging Face's metadata.jsonl, under a header of the first one's keys."""
+    keys: list[str] = []
+    for number, line in enumerate(file, 1):
+        try:
+            record = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read in line {number} ({error}); write an object in each line") from None
+        if isinstance(record, dict):
+            if not keys:
+                keys = [*record]
+                yield number, keys
+            yield number, ["" if record.get(key) is None else str(record[key]) for key in keys]
 
 
 def _columns(path: Path) -> dict[str, int] | None:
@@ -148,17 +210,20 @@ def _rows(path: Path, labels: bool) -> Iterator[_Row]:
     """The images of a list. Raises DataError where a row is short, or has no class although there are `labels`."""
     columns = _columns(path) or {}
     at = next(columns[name] for name in _PATH_FIELDS if name in columns)
-    label_at, *others = [name for name in LABEL_FIELDS if name in columns] or [""]
+    label_at = next((name for name in LABEL_FIELDS if name in columns), "")
     if not label_at and labels:
         raise NoLabelsError(
             f"{path} has no class column: write rows of path,label, or a header with {first_three(LABEL_FIELDS)}; {NO_LABELS}"
         )
-    if others and labels:
-        notice(f"list of images: the column {label_at} is the class; not used: {', '.join(others)}")
+    if unused := [
+        name for name, column in columns.items() if labels and name and column not in (at, columns[label_at]) and name != "split"
+    ]:
+        notice(f"list of images: the column {label_at} is the class; not used: {first_three(unused)}")
     for number, (line, row) in enumerate(_table(path)):
         if number == 0 and row[at].strip().lower() in _PATH_FIELDS:
             continue
         label = "".join(row[columns[label_at] :][:1]).strip() if label_at else ""
+        label = re.sub(r"^(\d+)\.0$", r"\1", label)  # as pandas writes integers among which one was missing
         if len(row) <= at or (labels and not label):
             raise DataError(f"{path}: row {line} ({','.join(row)}) has no class; write rows of path,label")
         split = "".join(row[columns["split"] :][:1]).strip() if "split" in columns else ""
