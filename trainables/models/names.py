@@ -1,5 +1,6 @@
 """The names of all models, without importing torch: a wrong name is refused before anything heavy is loaded."""
 
+import re
 from typing import Any, NamedTuple
 
 from trainables.config.models import ARGUMENTS, keywords_of
@@ -61,6 +62,8 @@ def check_model_name(name: str) -> ModelName:
         if (found := library.find(name)) is not None:
             return ModelName(key, found)
     known = [*(each for library in LIBRARIES.values() for each in library.names())]
+    if (bare := re.split(r"[/:.]", name)[-1].lower()) != name.lower() and bare in known:
+        raise ModelError(f"there is no model {name!r}; did you mean {bare}?")
     if "/" in name:
         raise ModelError(f"there is no model {name!r}; for a repository of the Hugging Face Hub write hf-hub:{name}")
     lower = name.lower()

@@ -3,6 +3,7 @@
 import ctypes
 import io
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -13,8 +14,8 @@ RETRY_S = 300.0
 """How long a server may be gone in the middle of a run."""
 OPENING_S = 20.0
 """And when a command begins, where a wrong address is more likely."""
-CLIENT_ATTEMPTS = 3
-"""What the S3 client tries by itself, such as a part of a large object: a second or two, in which nothing can end it."""
+CLIENT_ATTEMPTS, CLIENT_S = 3, 10
+"""Attempts of the S3 client, and seconds of the GCS client, within one request: nothing can interrupt them."""
 _CHUNK_BYTES = 16 << 20
 T = TypeVar("T")
 
@@ -54,6 +55,9 @@ def file_system(uri: str) -> tuple[Any, str]:
     if system.type_name == "s3":  # by default its client tries for about ten seconds
         _, (options,) = system.__reduce__()
         system = fs.S3FileSystem(**options, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=CLIENT_ATTEMPTS))
+    elif system.type_name == "gcs":  # by default its client tries for 15 minutes
+        _, (options,) = system.__reduce__()
+        system = fs.GcsFileSystem(**{**options, "retry_time_limit": timedelta(seconds=CLIENT_S)})
     return system, root.rstrip("/")
 
 

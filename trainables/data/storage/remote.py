@@ -16,7 +16,7 @@ from trainables.data.storage.free_space import format_bytes
 from trainables.data.storage.origin import Origin
 from trainables.data.storage.remote_shards import RemoteShards
 from trainables.data.storage.staging import base_folder, set_identity
-from trainables.errors import DataError
+from trainables.errors import DataError, DataUnavailableError
 from trainables.object_store.store import OPENING_S, RETRY_S
 
 _FREE_SHARE = 0.9
@@ -72,7 +72,13 @@ def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> Rem
     Raises DataError: the server does not answer, has no packed set there, or the folder cannot be used.
     """
     origin = Origin(data.path, OPENING_S)
-    index = parse_index(origin.read(INDEX), origin.full_path(INDEX))
+    try:
+        content = origin.read(INDEX)
+    except DataUnavailableError:
+        raise
+    except DataError as error:
+        raise DataError(f"{error}; a URI names a packed set: pack the images where they are, with `distill pack`") from None
+    index = parse_index(content, origin.full_path(INDEX))
     rows = index.splits[split].rows
     base = tempfile.gettempdir() if data.stage == "none" else base_folder(data.stage)
     use = ("data.stage", base, "give another folder")
