@@ -26,7 +26,7 @@ def small(*overrides: str) -> Resolved:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["student.model=mlp_small", "distill.method=fitnet"], "model mlp_small has no stage2: no stages of it are declared"),
+        (["student.model=mlp_small", "distill.method=fitnet"], "model mlp_small has no stage2: its stages are not declared"),
         (["teacher.model=mlp_small", "distill.method=fitnet"], "model mlp_small has no stage2"),
         (["teacher.model=wrn_16_2", "distill.method=kdsvd"], "kdsvd compares maps with equally many channels, not 16 of the"),
         (["distill.options={at: {student_taps: [stage1]}}", "distill.method=at"], "the student has 1 maps, the teacher 3"),
@@ -107,7 +107,7 @@ def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["train", "sweep"])
 def test_an_assistant_that_does_not_fit_is_refused_as_the_student_would_be(kind: str) -> None:
     chain = small("assistants=[{model: mlp_small}]", "distill.method=at", "sweep.space={seed: [1]}")
-    with pytest.raises(ExperimentError, match="model mlp_small has no stages: no stages of it are declared"):
+    with pytest.raises(ExperimentError, match="model mlp_small has no stages: its stages are not declared"):
         (check_train if kind == "train" else check_sweep)(chain)
 
 

@@ -111,7 +111,7 @@ def test_a_teacher_is_another_one_with_other_embeddings_names_or_scale(tmp_path:
     ]
     assert all(one != other for one, other in itertools.combinations([first, *others], 2))
     file = write(tmp_path, embeddings(seed=1)), 100.0
-    assert "is not the convnet_small with which this job began" in refusal(headless(tmp_path), zero_shot=file, sha256=first)
+    assert "is not the convnet_small that the job started with" in refusal(headless(tmp_path), zero_shot=file, sha256=first)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_embeddings_that_are_not_of_these_classes_or_this_model_are_refused(
 
 def test_a_file_that_is_missing_and_a_teacher_with_a_classifier_are_refused(tmp_path: Path) -> None:
     assert "cannot be read ([Errno 2]" in refusal(headless(tmp_path), zero_shot=(str(tmp_path / "none.npy"), 100.0))
-    file, own = (write(tmp_path, embeddings()), 100.0), "has a classifier of its own, of 4 classes, in place of which"
+    file, own = (write(tmp_path, embeddings()), 100.0), "has its own classifier with 4 classes, which teacher.classes would"
     assert own in refusal(write_checkpoint(tmp_path / "best.safetensors", convnet()), zero_shot=file)
     torch.save(convnet().state_dict(), tmp_path / "plain.pth")
     assert own in refusal(tmp_path / "plain.pth", zero_shot=file)

@@ -122,7 +122,7 @@ def test_a_model_of_0_classes_returns_the_pooled_features_that_its_classifier_wo
 
 def test_a_model_that_cannot_lose_its_classifier_or_has_none_is_refused_in_one_line() -> None:
     with NoDraws():
-        with pytest.raises(ModelError, match="SqueezeNet ends with Conv2d, not with a linear layer: choose a model that does"):
+        with pytest.raises(ModelError, match="SqueezeNet ends with Conv2d, not with a linear layer: choose a model"):
             construct("squeezenet1_1", num_classes=0, image_size=64, seed=0)
         with pytest.raises(ModelError, match="MobileNetV3 has no classifier: give it classes"):
             classifier(construct("mobilenet_v3_small", num_classes=0, image_size=64, seed=0))
