@@ -54,7 +54,7 @@ def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
 
     A term whose method has not begun is left out.
     """
-    later = train_state.distillation_module.later_terms
+    later = train_state.distillation_module.inactive_terms
     totals = dict(zip(train_state.sums.names, sums, strict=True))
     num_images = totals.pop("images")
     counted = totals.pop(LABELED, num_images) or math.nan

@@ -31,7 +31,7 @@ def small(*overrides: str) -> Resolved:
         (["teacher.model=wrn_16_2", "distill.method=kdsvd"], "kdsvd compares maps with equally many channels, not 16 of the"),
         (["distill.options={at: {student_taps: [stage1]}}", "distill.method=at"], "the student has 1 maps, the teacher 3"),
         (["distill.method=simkd", "teacher.model=mlp_small"], "model mlp_small has no unpooled"),
-        ([f"distill.method={OWN}:UndeclaredNorm"], "UndeclaredNorm has batch norms of its own: declare requires = Requirements("),
+        ([f"distill.method={OWN}:UndeclaredNorm"], "UndeclaredNorm has its own batch norms: declare requires = Requirements("),
         (
             ["distill.method=[ab, ft]", "distill.options={ft: {init_lr: 0.1}}"],
             "distill.options: ab and ft share one init stage, and have the init_lr None and 0.1: write the same for each",

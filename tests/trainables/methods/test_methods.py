@@ -98,7 +98,7 @@ def test_a_source_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> 
     with pytest.raises(ExperimentError, match=r"^distill\.method: \S+/gone\.py cannot be read \(No such file or directory\)"):
         read_source(f"{tmp_path}/gone.py:Mine")
     (tmp_path / "latin.py").write_bytes(b"# \xe4")
-    with pytest.raises(ExperimentError, match=r"^distill\.method: \S+/latin\.py is not UTF-8: save the file in that encoding$"):
+    with pytest.raises(ExperimentError, match=r"^distill\.method: \S+/latin\.py is not UTF-8: save it as UTF-8$"):
         read_source(f"{tmp_path}/latin.py:Mine")
 
 

@@ -91,7 +91,7 @@ def test_rows_are_chosen_by_the_names_next_to_them_and_without_names_taken_in_or
     with notices_to(lines.append):
         load(path, zero_shot=(write(tmp_path, rows_KD[:4]), 100.0))
     assert lines == [
-        f"teacher.classes: {file}: there is no text.txt with names: its rows are taken as cat, dog, emu and 1 more in the data's "
+        f"teacher.classes: {file}: there is no text.txt with class names: its rows are used as cat, dog, emu and 1 more in the data's "
         "order"
     ]
 
@@ -117,7 +117,7 @@ def test_a_teacher_is_another_one_with_other_embeddings_names_or_scale(tmp_path:
 @pytest.mark.parametrize(
     ("rows_KD", "names", "says"),
     [
-        (embeddings(width=9), None, "has embeddings of 9 numbers, and the output of convnet_small has 32: write"),
+        (embeddings(width=9), None, "has embeddings of width 9, but the output of convnet_small has width 32: use"),
         (
             embeddings(),
             "cat\ndog\nemu\ngnu",
@@ -125,8 +125,8 @@ def test_a_teacher_is_another_one_with_other_embeddings_names_or_scale(tmp_path:
         ),
         (embeddings(), "cat\ndog\nemu\ncat", "has several classes 'cat': write each class"),
         (embeddings(5), "cat\ndog\nemu\nfox\ncat", "has several classes 'cat': write each class of the data once"),
-        (embeddings(5), None, "has 5 rows and the data 4 classes: write one name a line into"),
-        (embeddings(5), "cat\ndog", "text.txt 2 names: write one name a line"),
+        (embeddings(5), None, "has 5 rows and the data 4 classes: write one name per line into"),
+        (embeddings(5), "cat\ndog", "text.txt 2 names: write one name per line"),
         (embeddings() * [[1], [np.nan], [1], [np.inf]], None, "not finite, or only zeros, in row 1, row 3: write it again"),
         (embeddings() * [[1], [1], [1], [0]], None, "not finite, or only zeros, in row 3"),
         (embeddings()[0], None, "is float32 (32,), not floats (K, D): write an embedding of each class"),

@@ -163,8 +163,8 @@ def test_families_that_only_timm_has_go_by_their_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "image_size", "says"),
     [
-        ("vgg11", 31, "does not take images of 31×31"),
-        ("inception_v3", 74, "does not take images of 74×74"),
+        ("vgg11", 31, "does not accept images of 31×31"),
+        ("inception_v3", 74, "does not accept images of 74×74"),
         pytest.param("inception_v3", 64, "set data.image_size to 299", marks=pytest.mark.slow),
         pytest.param("inception_v3", 75, "cannot be trained on images of 75×75", marks=pytest.mark.slow),
         ("squeezenet1_1", 8, "data.image_size to 32"),

@@ -93,7 +93,7 @@ class Normed(nn.Module):
 
 
 def test_a_teacher_that_classifies_something_else_than_the_mean_of_its_map_is_refused() -> None:
-    with pytest.raises(ModelError, match="classifies something else than the mean of its last map"):
+    with pytest.raises(ModelError, match="does not classify the mean of its last map"):
         built().reuse(Normed(), 8)
 
 

@@ -125,7 +125,7 @@ def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_p
     [
         (
             {"state_dict": {("backbone." if "head" not in k else "") + k: v for k, v in STATE.items()}},
-            "has convnet_small without its classifier under 'backbone.' in state_dict: it misses head.weight, head.bias; the "
+            "has convnet_small without its classifier under 'backbone.' in state_dict: it lacks head.weight, head.bias; the "
             "file has head.weight, head.bias too",
         ),
         (
@@ -134,13 +134,13 @@ def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_p
                 "head.0.weight": STATE["head.weight"],
                 "head.2.weight": torch.ones(9),
             },
-            "it misses head.weight, head.bias; has unknown head.0.weight, head.2.weight",
+            "it lacks head.weight, head.bias; has unknown head.0.weight, head.2.weight",
         ),
         (
             {k.replace("head.", "head.1."): v for k, v in NINE.items()},
             "has 9 classes and the data has 4",
         ),
-        ({"state": {}, "param_groups": [{"lr": 0.1}]}, "is the state of an optimizer, without a model"),
+        ({"state": {}, "param_groups": [{"lr": 0.1}]}, "is an optimizer's state, without a model"),
         ({**STATE, "head.lora_A.weight": torch.ones(1)}, "it is the LoRA layers of an adapter: merge them"),
         ({"vit.embeddings.cls_token": torch.ones(1)}, "it is a model of Hugging Face transformers"),
         ({k.replace("head.weight", "head.weight_v"): v for k, v in STATE.items()}, "it is a model with weight_norm"),

@@ -89,7 +89,7 @@ def test_loading_moves_nobody_elses_randomness(tmp_path: Path) -> None:
         (
             {"classes": (*CLASSES[1:], "gnu")},
             {},
-            "has 4 classes, none of them 'cat', and the data has 4: give weights trained on these",
+            "has 4 classes, none of them 'cat', and the data has 4: choose weights trained on these",
         ),
         ({"num_classes": 3, "classes": CLASSES[:3]}, {}, "has 3 classes, none of them 'fox', and the data has 4"),
         ({"num_classes": "many"}, {}, "does not describe its model"),
@@ -213,13 +213,13 @@ def test_a_state_dict_that_does_not_fit_names_the_first_differences(tmp_path: Pa
     path = tmp_path / "teacher.pth"
     state = dict(convnet().state_dict())
     torch.save({name: tensor for name, tensor in state.items() if name != "head.bias"} | {"extra.weight": torch.zeros(1)}, path)
-    assert "it misses head.bias; has unknown extra.weight; write the model" in refusal(path)
+    assert "it lacks head.bias; has unknown extra.weight; write the model" in refusal(path)
     torch.save(state | {"features.0.weight": torch.zeros(8, 1, 3, 3)}, path)
-    assert "has another shape of features.0.weight (8, 1, 3, 3) for (8, 3, 3, 3)" in refusal(path)
+    assert "has other shapes: features.0.weight (8, 1, 3, 3) for (8, 3, 3, 3)" in refusal(path)
     torch.save(convnet(num_classes=100).state_dict(), path)
     assert "has 100 classes and the data has 4" in refusal(path)
     torch.save(state, path)
-    assert "it misses conv1.weight, " in refusal(path, "resnet8")
+    assert "it lacks conv1.weight, " in refusal(path, "resnet8")
 
 
 def test_a_teacher_needs_no_auxiliary_head(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None
     assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("DEFAULT", "resnet18")
     assert "IMAGENET1K_FEATURES of vgg16 has no classifier" in refusal("IMAGENET1K_FEATURES", "vgg16")
     assert "convnet_small is one of raydistill's own models and has no published weights 'DEFAULT'" in refusal("DEFAULT")
-    assert "does not take these arguments" in refusal("DEFAULT", "resnet18(depth=3)", **THOUSAND)
+    assert "does not accept these arguments" in refusal("DEFAULT", "resnet18(depth=3)", **THOUSAND)
     assert "set teacher.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", **THOUSAND, image_size=64)
 
 
@@ -325,7 +325,7 @@ def test_a_download_that_fails_is_one_line(name: str, weights: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda tensor: tensor * math.nan, "has values in 'head.weight' that are not finite"),
+        (lambda tensor: tensor * math.nan, "has non-finite values in 'head.weight'"),
         (lambda tensor: tensor.to_sparse(), "has 'head.weight', a tensor of torch.sparse_coo"),
         (lambda tensor: tensor.to("meta"), "has 'head.weight', a tensor without values"),
         (lambda tensor: tensor.to(torch.complex64), "and torch.complex64, where a dense real one was expected"),
@@ -360,7 +360,7 @@ def test_a_model_of_other_classes_gives_its_features_where_no_method_reads_logit
     images = torch.randn(2, 3, 8, 8)
     model.set_submodule("head", nn.Identity())
     torch.testing.assert_close(teacher(images), model(images), rtol=0, atol=0)
-    assert ": give weights" in refusal(path)
+    assert ": choose weights" in refusal(path)
     own, lines = features_of(path, classes=tuple("abcdefg"))  # the data's are those of the checkpoint
     assert has_classifier(own) == (kind != "headless")
     assert bool(lines) == (kind == "headless")
