@@ -91,8 +91,8 @@ def test_rows_are_chosen_by_the_names_next_to_them_and_without_names_taken_in_or
     with notices_to(lines.append):
         load(path, zero_shot=(write(tmp_path, rows_KD[:4]), 100.0))
     assert lines == [
-        f"teacher.classes: {file}: there is no text.txt with class names: its rows are used as cat, dog, emu and 1 more in the data's "
-        "order"
+        f"teacher.classes: {file}: there is no text.txt with class names: its rows are used as cat, dog, emu and 1 more "
+        "in the data's order"
     ]
 
 

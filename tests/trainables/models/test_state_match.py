@@ -101,7 +101,7 @@ def test_of_two_models_that_fit_none_is_guessed_and_weights_key_chooses(
     path = saved(tmp_path / "x.pth", content)
     assert f"has 2 models that fit convnet_small, {addresses}: choose one with weights_key" in refusal(path)
     assert_same(load(path, weights_key=key), convnet())
-    assert "has no weights_key 'ema': there are" in refusal(path, weights_key="ema")
+    assert "has no weights_key 'ema': choose from" in refusal(path, weights_key="ema")
 
 
 def test_weights_key_chooses_what_an_average_would_be_taken_before(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_p
         (
             {"state_dict": {("backbone." if "head" not in k else "") + k: v for k, v in STATE.items()}},
             "has convnet_small without its classifier under 'backbone.' in state_dict: it lacks head.weight, head.bias; the "
-            "file has head.weight, head.bias too",
+            "file also has head.weight, head.bias",
         ),
         (
             {

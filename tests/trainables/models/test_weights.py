@@ -140,7 +140,7 @@ def test_a_safetensors_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
     for length in (0, 5, 100, len(whole) // 2, len(whole) - 1):
         path = tmp_path / "cut.safetensors"
         path.write_bytes(whole[:length])
-        assert "cut off or damaged" in refusal(path)
+        assert "truncated or damaged" in refusal(path)
 
 
 def test_plain_state_dicts_load_from_every_kind_of_file_and_wrapping(tmp_path: Path) -> None:
