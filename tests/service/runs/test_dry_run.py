@@ -144,7 +144,7 @@ def test_a_point_that_is_too_large_for_this_machine_may_not_be_for_the_clusters(
 
 
 def test_a_sweep_of_which_no_point_fits_is_refused() -> None:
-    with pytest.raises(ExperimentError, match=r"none of its 2 points can run; the first: .*: kdsvd compares"):
+    with pytest.raises(ExperimentError, match=r"none of its 2 points can run; the first: .*: kdsvd needs maps"):
         check_sweep(small("teacher.model=wrn_16_2", "distill.method=kdsvd", "sweep.space={seed: [1, 2]}"))
 
 
