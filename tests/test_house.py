@@ -58,7 +58,7 @@ LAYERS = {
         "user_folder",
         "process_exit",
         "stacks",
-        "paced",
+        "throttled",
         "failures",
         "object_store",
         "distributed",

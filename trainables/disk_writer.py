@@ -1,4 +1,4 @@
-"""Writes to disk in a thread of their own, so that no step waits for a disk."""
+"""Write to disk in a separate thread, so that no training step waits for a disk."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def _thread() -> ThreadPoolExecutor:
 
 
 class DiskWriter:
-    """Carries out one write after the other, in their order: what was put in later is on disk later.
+    """Runs writes one at a time, in order, so that a record put in after its checkpoint is never on disk before it.
 
-    So a record that may only follow its checkpoint is put in behind it. After a failure nothing more is written, and every
-    later call raises it. The thread starts with the first write. Leaving the context waits until all is written.
+    After a failure nothing more is written, and every later call raises it. The thread starts with the first write. Leaving the
+    context waits for all writes.
     """
 
     def __init__(self) -> None:
@@ -31,26 +31,23 @@ class DiskWriter:
             self.check()
 
     def put(self, work: Callable[[], None]) -> Future[None]:
-        """Have `work` carried out after all that was put in before. The future ends when it has, or raises why it has not.
-
-        Raises Exception: why an earlier write has failed.
-        """
+        """Queue `work` after all earlier writes; the future resolves once it has run. Raises the exception of a failed write."""
         self.check()
         self._last = self._pool.submit(self._run, work)
         return self._last
 
     def check(self) -> None:
-        """Raise why a write has failed, if one has."""
+        """Raise the exception of a failed write, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     def wait(self) -> None:
-        """Wait until all is on disk that was put in. Raises why it is not."""
+        """Wait until all queued writes are on disk. Raises the exception of a failed write."""
         if self._last is not None:
             self._last.result()
 
     def close(self) -> None:
-        """Wait until nothing is left to write, and end the thread. A later write starts another."""
+        """Wait for all writes and end the thread. A later write starts another."""
         self._pool.shutdown()
         self._pool = _thread()
 
@@ -58,6 +55,6 @@ class DiskWriter:
         self.check()
         try:
             work()
-        except BaseException as error:  # of any kind: the training thread raises it
+        except BaseException as error:  # the training thread raises it again
             self._failure = error
             raise

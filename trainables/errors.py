@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each ends a command with its one message: what is wrong, where, what to write instead."""
+"""Errors that a user can cause. Each ends a command with one message: what is wrong, where, and what to write instead."""
 
 import difflib
 import re
@@ -7,10 +7,10 @@ from typing import Literal, Self
 
 MAX_WORD, MAX_PATH = 300, 4096
 MAX_LINE = 2000 + MAX_PATH
-"""Most characters of a message's words, paths (the system's PATH_MAX) and lines: what a user wrote may be a megabyte."""
+"""Maximum characters of a message's words, paths (the system's PATH_MAX) and lines: user input may be a megabyte long."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but for the tab and the end of a line, those that reverse the direction of what follows, and surrogates:
-Python has one for each byte of a file's name that is no UTF-8, and no file, terminal or server takes it."""
+"""Control characters except tab and newline, characters that change the text's direction, and surrogates. Python uses surrogates
+for bytes of file names that are not UTF-8; files, terminals and servers reject them."""
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 Interruption = Literal["preempted", "resized"]
@@ -21,34 +21,31 @@ INTERRUPTIONS: dict[Interruption, str] = {
 
 
 class DistillError(Exception):
-    """Base of every error that a user can cause and fix; its text is shown without a stack trace, long words shortened."""
+    """Base of every error that a user can cause and fix; shown without a stack trace and with long words shortened."""
 
     def __init__(self, message: str) -> None:
         super().__init__(bounded(message))
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for characters that command a terminal and for bytes that are no UTF-8, as in `caf\\xe9`.
-
-    Names of files and classes may have any.
-    """
+    """Escape terminal control characters and bytes that are not UTF-8, as in `caf\\xe9`; file and class names may have them."""
     return _UNPRINTABLE.sub(lambda found: _escaped(found[0]), text)
 
 
 def _escaped(character: str) -> str:
-    is_byte = "\udc80" <= character <= "\udcff"  # of os.fsdecode
+    is_byte = "\udc80" <= character <= "\udcff"  # from os.fsdecode
     return f"\\x{ord(character) - 0xDC00:02x}" if is_byte else character.encode("unicode_escape").decode()
 
 
 def bounded(message: str) -> str:
-    """A printable message whose words and lines have a bounded length: a longer one is shortened to its beginning and its end."""
+    """Make a message printable and shorten overlong words and lines to their beginning and end."""
     message = printable(message)
-    words = _LONG_WORD.sub(lambda word: _shortened(word[0], MAX_WORD) if _is_no_path(word[0]) else word[0], message)
+    words = _LONG_WORD.sub(lambda word: word[0] if _is_path(word[0]) else _shortened(word[0], MAX_WORD), message)
     return "\n".join(_shortened(line, MAX_LINE) for line in words.split("\n"))
 
 
-def _is_no_path(word: str) -> bool:
-    return len(word) > MAX_PATH or not word.startswith("/")
+def _is_path(word: str) -> bool:
+    return len(word) <= MAX_PATH and word.startswith("/")
 
 
 def _shortened(text: str, length: int) -> str:
@@ -56,36 +53,36 @@ def _shortened(text: str, length: int) -> str:
 
 
 def closest_matches(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The names most like a wrong one, best first; for one too long to be a misspelling there are none."""
+    """Return the known names most similar to a wrong one, best first; none if it is too long to be a misspelling."""
     return difflib.get_close_matches(name, dict.fromkeys(known), n=count, cutoff=cutoff) if len(name) <= MAX_WORD else []
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """What to write instead of a wrong name: the one most like it, or else `otherwise`."""
+    """Suggest the known name most similar to a wrong one, or else `otherwise`."""
     similar = closest_matches(name, known)
     return f"did you mean {similar[0]}?" if similar else otherwise
 
 
 def first_three(names: Sequence[str]) -> str:
-    """The first names of a list that may be long, for a message."""
+    """List the first three names, and the number of others, for a message."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
+    """Return the first line of an error's text, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
 class ExperimentError(DistillError):
-    """An experiment file or an override that cannot be carried out as written."""
+    """An experiment file or an override that cannot be run as written."""
 
     key = ""
-    """The dotted key that is wrong, where it is one."""
+    """The dotted key that is wrong, if it is one key."""
 
     @classmethod
     def of_key(cls, key: str, problem: str) -> Self:
-        """What is wrong with the value of a dotted key."""
+        """Report a problem with the value of a dotted key."""
         error = cls(f"{key}: {problem}")
         error.key = key
         return error
@@ -96,11 +93,11 @@ class DataError(DistillError):
 
 
 class NoLabelsError(DataError):
-    """Images that are to have labels, and have none that are found."""
+    """Images that need labels, for which none were found."""
 
 
 class DataUnavailableError(DataError):
-    """Data on a server that did not answer for as long as it is waited for; it may later."""
+    """Data on a server that did not answer within the retry limit; it may later."""
 
 
 class ModelError(DistillError):
@@ -108,16 +105,16 @@ class ModelError(DistillError):
 
 
 class CheckpointError(DistillError):
-    """A checkpoint that is missing, damaged, of another model, or that cannot be written."""
+    """A checkpoint that is missing or damaged, belongs to another model, or cannot be written."""
 
 
 class OtherClassesError(CheckpointError):
     """Weights whose classes are not the data's, or that have no classifier."""
 
     fact = ""
-    """The message without what to write instead."""
+    """The message without the remedy."""
     num_classes = 0
-    """Theirs; 0: they have no classifier."""
+    """Classes of the weights; 0 if they have no classifier."""
 
     @classmethod
     def of(cls, fact: str, remedy: str, num_classes: int) -> Self:
@@ -127,47 +124,47 @@ class OtherClassesError(CheckpointError):
 
 
 class AmbiguousClassesError(OtherClassesError):
-    """Weights whose classes may be the data's, by names that do not tell."""
+    """Weights whose classes may be the data's; their names do not show it."""
 
 
 class ExportError(DistillError):
-    """A format that cannot have a model, or a file that does not compute what the checkpoint does."""
+    """A format that cannot represent a model, or an exported file that disagrees with its checkpoint."""
 
 
 class ClusterError(DistillError):
-    """Ray, its resources or its storage are not enough for the request, or cannot be used."""
+    """Ray, its resources or its storage are insufficient for the request, or cannot be used."""
 
 
 class StorageError(DistillError):
-    """An object store that does not take or give what a run needs."""
+    """An object store that cannot read or write what a run needs."""
 
 
 class StorageUnavailableError(StorageError):
-    """An object store that did not answer for as long as it is waited for; it may later."""
+    """An object store that did not answer within the retry limit; it may later."""
 
 
 class TrainingError(DistillError):
-    """Training stopped by one of its own checks: a loss that is not finite, replicas that disagree."""
+    """Training stopped by one of its own checks, such as a non-finite loss or replicas that disagree."""
 
 
 class DeviceError(DistillError):
-    """A GPU that was reserved for a worker and that torch cannot use."""
+    """A GPU that was reserved for a worker but that torch cannot use."""
 
 
 class TeacherServiceLostError(Exception):
-    """The teacher actor that a request was sent to is gone or is being restarted; sending the request again is safe."""
+    """A request's teacher actor is gone or is being restarted; the request can safely be sent again."""
 
 
 class RecorderLostError(ClusterError):
-    """The actor that writes the run's log hangs, or has died for good; the job may go on from its last checkpoint."""
+    """The actor that writes the run's log hangs or has died for good; the job can resume from its last checkpoint."""
 
 
 class LoaderDiedError(Exception):
-    """A worker's loader process is gone; the job may go on from its last checkpoint."""
+    """A worker's loader process died; the job can resume from its last checkpoint."""
 
 
 class StageInterruptedError(Exception):
-    """A stage ended on request after a checkpoint, to go on from there with other workers."""
+    """A stage ended on request after a checkpoint, to continue from it with other workers."""
 
     def __init__(self, reason: Interruption) -> None:
         super().__init__(INTERRUPTIONS[reason])

@@ -1,8 +1,8 @@
-"""Why a training ended: its kind, decided from the exception in the process where it was raised.
+"""Classify why training ended, from the exception and in the process that raised it.
 
-A kind follows from an exception's type. Where a library raises a bare RuntimeError or ValueError, it follows from the table of
-words below; no other module here reads their messages. `tests/trainables/test_failures.py` provokes them with the installed
-library or names their source, `tests/gpu/check_out_of_memory.py` provokes those of a GPU.
+The kind follows from the exception's type, or for a library's bare RuntimeError or ValueError from the table of messages below;
+no other module reads those. `tests/trainables/test_failures.py` provokes each message with the installed library or names its
+source, and `tests/gpu/check_out_of_memory.py` provokes those of a GPU.
 """
 
 import errno
@@ -38,28 +38,29 @@ Kind = Literal[
     "lost_peer",
     "unschedulable",
 ]
-"""`user`: code, settings or data, which would fail again in the same way. `out_of_memory`: of the worker, on its GPU or CPU;
-`node_out_of_memory`: of its whole node, which may have other users. `disk`: full, or read-only; `unavailable`: an object store
-did not answer. `hang`: no worker went on for `scale.hang_after_s`, or one did not start;
-`time_limit`: the job took longer than it may. `preempted`: the end of a node or worker was announced; `resized`: it made way
-for more workers. `lost_peer`: another process of the job has ended. `unschedulable`: the cluster did not get enough nodes for
-it in `scale.wait_for_nodes_s`.
+"""Kinds of failure; causes come before the kinds that they may cause on other workers.
 
-Causes come first: a later kind may follow from an earlier one on another worker.
+- `user`: code, settings or data that would fail again in the same way.
+- `out_of_memory`: of the worker, on its GPU or CPU; `node_out_of_memory`: of its whole node, maybe due to other users.
+- `disk`: full or read-only; `unavailable`: an object store did not answer.
+- `hang`: no worker made progress for `scale.hang_after_s`, or one did not start; `time_limit`: the job took too long.
+- `preempted`: the end of a node or worker was announced; `resized`: the stage restarts with more workers.
+- `lost_peer`: another process of the job ended.
+- `unschedulable`: the cluster did not get enough nodes within `scale.wait_for_nodes_s`.
 """
 ANNOUNCED = frozenset({"preempted", "resized"})
-"""Kinds that are nobody's fault: they do not count as one of `scale.max_failures`."""
+"""Kinds that are not failures and do not count toward `scale.max_failures`."""
 RETRYABLE = frozenset({"device", "hang", "worker_died", "lost_peer"}) | ANNOUNCED
 """Kinds after which training continues from the last checkpoint."""
 ENVIRONMENT_KINDS = frozenset({"unschedulable", "unavailable", "disk"})
-"""Kinds that are no fault of the experiment or its workers, and that may be over by the next `distill resume`."""
+"""Kinds not caused by the experiment or its workers; they may be over by the next `distill resume`."""
 OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
 
-WORDS: dict[str, Kind] = {
+MESSAGE_KINDS: dict[str, Kind] = {
     "can't allocate memory": "out_of_memory",  # torch, on the CPU
     "std::bad_alloc": "out_of_memory",
-    "out of memory": "out_of_memory",  # CUDA's own words, in errors of torch and of NCCL
-    "unable to find an engine": "out_of_memory",  # torch, which drops each cuDNN plan whose workspace has no room
+    "out of memory": "out_of_memory",  # CUDA, in errors of torch and of NCCL
+    "unable to find an engine": "out_of_memory",  # torch, after dropping each cuDNN plan whose workspace does not fit
     "CU(BLAS|SOLVER)_STATUS_ALLOC_FAILED": "out_of_memory",
     "CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED": "out_of_memory",
     "CUDA allocation failed|Can't allocate [0-9]+ bytes on": "out_of_memory",  # DALI
@@ -69,16 +70,16 @@ WORDS: dict[str, Kind] = {
     "CUDA (runtime|driver) API error ": "device",  # DALI
     "CUDA Runtime failure: '#": "device",  # nvImageCodec
 }
-"""Parts of the messages of libraries that raise a bare RuntimeError, as patterns; the first one counts."""
+"""Patterns in messages of bare RuntimeErrors; the first match determines the kind."""
 NO_HANDLE = re.compile("CU(DNN|BLAS|SOLVER)_STATUS_NOT_INITIALIZED")
-"""The first call of a CUDA library creates its handle: that fails where its memory finds no room, and on a GPU that is broken."""
-PLENTY_FREE = 0.05
-"""The share of a GPU's memory that handles need at most."""
+"""A CUDA library could not create its handle at its first call: the GPU's memory is full, or the GPU is broken."""
+MAX_HANDLE_FRACTION = 0.05
+"""Upper bound of the fraction of a GPU's memory that library handles need."""
 CUDA_MEMORY_ALLOCATION, CUDA_ASSERT = 2, 710
 """cudaErrorMemoryAllocation; cudaErrorAssert, a failed check inside a kernel such as an index out of range: the data or the code
 is wrong, not the device."""
 SINGLE_VALUE = "Expected more than 1 value per channel when training"
-"""The message of torch's batch norm for one image whose maps have one pixel."""
+"""torch's batch norm message for one image with 1×1 maps."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ class Failure:
     kind: Kind
     message: str
     type: str | None = None
-    """The exception's class, where the message alone does not say what is wrong."""
+    """The exception's class, if the message alone does not explain the failure."""
     rank: int | None = None
     position: str | None = None
-    """The phase and the step of a hang; None where it is unknown."""
+    """The phase and step of a hang; None if unknown."""
 
     def __str__(self) -> str:
         if self.kind == "worker_died":
@@ -105,7 +106,7 @@ class Failure:
 
 
 class EndedError(Exception):
-    """Why whoever watches over the workers ended them; `stacks` is what they were doing."""
+    """A worker's failure with its kind, which survives pickling; `stacks` has the workers' stacks at a hang."""
 
     def __init__(self, failure: Failure, stacks: str = "") -> None:
         super().__init__(failure, stacks)
@@ -116,10 +117,7 @@ class EndedError(Exception):
 
 
 class WorkersFailedError(Exception):
-    """A job's workers ended before they had finished. `failures`: what is known of each, at least of one.
-
-    `stacks`: what hanging workers were doing, as text.
-    """
+    """A job's workers ended before they finished. `failures` has at least one worker's; `stacks` is text about hanging ones."""
 
     def __init__(self, failures: Iterable[Failure], stacks: str = "") -> None:
         self.failures, self.stacks = tuple(failures), stacks
@@ -127,22 +125,22 @@ class WorkersFailedError(Exception):
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others may follow from, by its kind; the first of several."""
+    """Return the failure that may have caused the others, by the order of `Kind`; the first of equals."""
     return min(failures, key=lambda failure: get_args(Kind).index(failure.kind))
 
 
 def failure_of(error: BaseException, rank: int | None) -> Failure:
-    """The failure of the worker on `rank` that raised an exception."""
+    """Return the failure of the worker on `rank` that raised `error`."""
     kind = kind_of(error)
     if isinstance(error, SystemExit):
-        return Failure(kind, f"code of the experiment called sys.exit({error.code!r})", None, rank)
+        return Failure(kind, f"the experiment's code called sys.exit({error.code!r})", None, rank)
     text = str(error).strip() or type(error).__name__
     if isinstance(error, DistillError | StageInterruptedError):
         return Failure(kind, text, None, rank)
     if isinstance(error, OSError) and kind == "disk":
         where = f"{error.filename}: " if error.filename else ""
-        remedy = "fix that" if error.errno == errno.EROFS else "free space"
-        return Failure(kind, f"{where}{os.strerror(error.errno or 0)}: {remedy}, then `distill resume`", None, rank)
+        remedy = "make it writable" if error.errno == errno.EROFS else "free space"
+        return Failure(kind, f"{where}{os.strerror(error.errno or 0)}: {remedy}, then run `distill resume`", None, rank)
     line = text.splitlines()[0]
     if kind == "out_of_memory" and "memory" not in line.lower():
         line += " (its memory ran out)"
@@ -150,9 +148,9 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an exception; where that is `user` and it was raised from another exception, the kind of that one.
+    """Return the kind of an exception, or that of its `__cause__` if its own is `user`.
 
-    A DistillError stays `user` whatever it was raised from, unless memory ran out.
+    A DistillError stays `user` unless its cause is out of memory.
     """
     kind = _kind_of_type(error)
     if kind != "user" or error.__cause__ is None:
@@ -170,7 +168,7 @@ def _kind_of_type(error: BaseException) -> Kind:
             return error.reason
         case DeviceError():
             return "device"
-        case TeacherServiceLostError() | RecorderLostError():  # a bare ConnectionError is the user's: ours are none
+        case TeacherServiceLostError() | RecorderLostError():  # ours never raise a bare ConnectionError, so that is the user's
             return "lost_peer"
         case DataUnavailableError() | StorageUnavailableError():
             return "unavailable"
@@ -183,9 +181,9 @@ def _kind_of_type(error: BaseException) -> Kind:
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS):
             return "disk"
         case torch.AcceleratorError():
-            code = getattr(error, "error_code", None)  # of none that Python code has made
+            code = getattr(error, "error_code", None)  # missing in errors created by Python code
             return "out_of_memory" if code == CUDA_MEMORY_ALLOCATION else "user" if code == CUDA_ASSERT else "device"
-        case torch.linalg.LinAlgError():  # type: ignore[attr-defined]  # a matrix with a NaN, whatever the library says
+        case torch.linalg.LinAlgError():  # type: ignore[attr-defined]  # a NaN in the matrix, whatever the message says
             return "user"
         case dist.DistError():
             return "out_of_memory" if "out of memory" in str(error) else "lost_peer"
@@ -193,23 +191,23 @@ def _kind_of_type(error: BaseException) -> Kind:
             text = str(error)
             if NO_HANDLE.search(text) and is_gpu_full():
                 return "out_of_memory"
-            return next((kind for words, kind in WORDS.items() if re.search(words, text)), "user")
+            return next((kind for pattern, kind in MESSAGE_KINDS.items() if re.search(pattern, text)), "user")
     return "user"
 
 
 def is_gpu_full() -> bool:
-    """Whether next to nothing of the memory of this process's GPU is free; False where it is broken."""
+    """Whether this process's GPU has almost no free memory; False if the GPU is broken."""
     import torch
 
     try:
-        if not torch.cuda.is_initialized():  # as on the driver, which is not to begin to use one
+        if not torch.cuda.is_initialized():  # for example on the driver, which must not start to use a GPU
             return True
         free_bytes, total_bytes = torch.cuda.mem_get_info()
     except RuntimeError:
         return False
-    return free_bytes <= PLENTY_FREE * total_bytes
+    return free_bytes <= MAX_HANDLE_FRACTION * total_bytes
 
 
 def is_single_value(error: ValueError) -> bool:
-    """Whether torch's batch norm refuses a batch with a single value of each channel."""
+    """Whether torch's batch norm rejected a batch with a single value per channel."""
     return SINGLE_VALUE in str(error)

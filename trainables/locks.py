@@ -1,8 +1,8 @@
-"""Exclusive locks of files, between processes and threads. A lock ends with its process, however that ends.
+"""Exclusive file locks between processes and threads. A lock ends with its process, however that ends.
 
-Some network file systems cannot lock files. There a file in this node's /tmp is locked instead: processes of one node exclude
-each other, those of several do not, and a warning names the file. File systems that are mounted with locks of this node alone
-(NFS with `local_lock`, Lustre with `localflock`) lock without a word, and only on this node.
+Some network file systems cannot lock files. There a file in this node's /tmp is locked instead, so that only processes of one
+node exclude each other, and a warning names the file. File systems mounted with node-local locks (NFS with `local_lock`, Lustre
+with `localflock`) silently lock on this node only.
 """
 
 import contextlib
@@ -17,37 +17,37 @@ import weakref
 from collections.abc import Callable, Iterator
 
 _log = logging.getLogger("raydistill")
-_PROBE_S = 0.02  # longer than `is_locked` has a lock
+_PROBE_S = 0.02  # longer than `is_locked` holds a lock
 _MIN_POLL_S, _MAX_POLL_S = 0.002, 0.2
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
-"""EBADF: NFS gives no exclusive lock of a file that is open for reading alone."""
+"""EBADF: NFS cannot exclusively lock a file that is open only for reading."""
 _NODE_FOLDER = "/tmp"
-"""Not TMPDIR's, which processes of one node may have set differently."""
+"""Not TMPDIR, which may differ between processes of one node."""
 
 
 class Lock:
-    """The exclusive lock of an open file, which ends with `release`, with the last reference, or with the process."""
+    """A lock on an open file. It ends with `release`, with the last reference, or with the process."""
 
     def __init__(self, descriptor: int) -> None:
         self.release = weakref.finalize(self, _release, descriptor, os.getpid())
 
 
 def _release(descriptor: int, pid: int) -> None:
-    """Unlock and close. A forked child shares the lock: closing alone would leave it to the child until that ends."""
+    """Unlock and close. A forked child shares the lock, and would keep it if the file were only closed."""
     try:
         if os.getpid() == pid:
-            with contextlib.suppress(OSError):  # of a network file system; closing unlocks as well
+            with contextlib.suppress(OSError):  # from a network file system; closing unlocks as well
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 
 
 def try_lock(path: str | os.PathLike[str], wait_s: float = _PROBE_S, operation: int = fcntl.LOCK_EX) -> Lock | None:
-    """The lock of the file `path`, which is made where it is missing; None where others have it for `wait_s` seconds.
+    """Lock the file `path`, creating it if it is missing. Returns None if others hold the lock for `wait_s` seconds.
 
-    `operation`: as of `fcntl.flock`, exclusive by default.
+    `operation` is that of `fcntl.flock`, exclusive by default.
 
-    Raises OSError where the file cannot be opened, or neither it nor one in /tmp can be locked.
+    Raises OSError: the file cannot be opened, or neither it nor one in /tmp can be locked.
     """
     until = time.monotonic() + wait_s
     while True:
@@ -60,7 +60,7 @@ def try_lock(path: str | os.PathLike[str], wait_s: float = _PROBE_S, operation: 
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Wait for the exclusive lock of the file `path`, and call `waiting` every so often until then. Raises as `try_lock` does."""
+    """Hold the exclusive lock of the file `path`; call `waiting` repeatedly while waiting for it. Raises as `try_lock` does."""
     pause_s = _MIN_POLL_S
     while (lock := _try_once(os.fspath(path))) is None:
         waiting()
@@ -74,7 +74,7 @@ def locked(path: str | os.PathLike[str], waiting: Callable[[], None] = lambda: N
 
 @contextlib.contextmanager
 def locked_or_raise(path: str | os.PathLike[str], refusal: Exception) -> Iterator[None]:
-    """The exclusive lock of the file `path`; raises `refusal` where others have it, and as `try_lock` does."""
+    """Hold the exclusive lock of the file `path`. Raises `refusal` if others hold it, otherwise as `try_lock` does."""
     if (lock := try_lock(path)) is None:
         raise refusal
     try:
@@ -84,12 +84,12 @@ def locked_or_raise(path: str | os.PathLike[str], refusal: Exception) -> Iterato
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Whether anybody has the lock of the file `path`; False where there is no such file. Raises as `try_lock` does."""
+    """Whether a process holds the lock of the file `path`; False if the file does not exist. Raises as `try_lock` does."""
     if not os.path.exists(path):
         return False
     try:
-        lock = try_lock(path, operation=fcntl.LOCK_SH)  # so that several may ask at once
-    except FileNotFoundError:  # its folder was removed since
+        lock = try_lock(path, operation=fcntl.LOCK_SH)  # shared, so that concurrent calls do not see each other
+    except FileNotFoundError:  # its folder was just removed
         return False
     if lock is not None:
         lock.release()
@@ -124,7 +124,7 @@ def _lock_at(path: str, operation: int) -> Lock | None:
 def _open(path: str) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except PermissionError:  # another user's: whoever may read it may find out whether it is locked
+    except PermissionError:  # another user's file: read access is enough to see whether it is locked
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -1,7 +1,7 @@
-"""Notices: what was guessed, mapped or left out of a user's input, one line each.
+"""Notices: one line for whatever was guessed, mapped or left out of a user's input.
 
-Whoever reads an input calls `notice`; the command that reads it for the user listens. Workers read the same input again, where
-nobody listens, so that each line is shown once.
+Code that reads an input calls `notice`, and the command that reads it for the user collects them with `notices_to`. Workers read
+the same input again but do not collect, so that each line is shown once.
 """
 
 import logging
@@ -12,11 +12,11 @@ from trainables.errors import printable
 
 _log = logging.getLogger("raydistill.notices")
 _log.setLevel(logging.INFO)
-_log.propagate = False  # to the log of a worker, which would show each line once more
+_log.propagate = False  # a worker's log would repeat each line
 
 
 def notice(line: str) -> None:
-    """Tell the user `line`: what was found, and what was made of it."""
+    """Show the user `line`: what was found and how it was interpreted."""
     _log.info("%s", printable(line))
 
 
@@ -35,7 +35,7 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def notices_to(receive: Callable[[str], None]) -> Iterator[None]:
-    """Call `receive` with each notice of this process, once for each line, until the context ends."""
+    """Within the context, call `receive` once for each distinct notice of this process."""
     listener = _Listener(receive)
     _log.addHandler(listener)
     try:

@@ -1,4 +1,4 @@
-"""How a process of Ray's ends that has run our code."""
+"""Work around a hang at the exit of Ray's processes that ran our code."""
 
 import contextlib
 import ctypes
@@ -7,13 +7,13 @@ import functools
 
 @functools.cache
 def skip_exit_handlers() -> None:
-    """From now on this process ends, with its exit code, once Python's own `atexit` is done: C and C++ handlers are skipped.
+    """Make this process exit right after Python's own `atexit` handlers, with its exit code, skipping C and C++ handlers.
 
-    One that Ray has registered before can wait for itself for ever: it closes a queue, under the queue's lock, and what is left
-    in there posts to the queue. Seen with Ray 2.60 on Train's controller, once in 90 trials. For Ray that process has ended, but
-    its 840 MiB stay on the node until somebody kills it.
+    One that Ray has registered can deadlock: it closes a queue under the queue's lock, and a leftover item posts to the queue.
+    This happened to Train's controller with Ray 2.60 once in 90 trials. Ray considers that process ended, but its 840 MiB stay
+    in use until someone kills it.
 
-    Only glibc has `on_exit`, which gives a handler the exit code; elsewhere this changes nothing.
+    Only glibc has `on_exit`, which passes the exit code to a handler; elsewhere this does nothing.
     """
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):

@@ -1,4 +1,4 @@
-"""The paths of a run directory, owned by one object, and atomic and durable writes to them."""
+"""The paths of a run directory, and atomic, durable writes to them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainables.errors import ExperimentError
 from trainables.redact import redact_uris, redact_values
 
 OLD_FILE_S = 90.0
-"""So long a node may see an older file than its writer; NFS keeps what it knows of a folder for a minute (`acdirmax`)."""
+"""How long a node may see an older file than its writer; NFS caches folder entries for a minute (`acdirmax`)."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path next to `path` to write to; at the end it is fsynced and renamed to `path`.
+    """Yield a temporary path next to `path` to write to, and at the end fsync it and rename it to `path`.
 
-    A reader, or a machine that dies, sees the old file or the new one. Raises OSError where the disk is full or the folder
-    cannot be written; the old file is then still there.
+    Readers see either the old file or the new one, even after a crash. Raises OSError: the disk is full or the folder cannot be
+    written; the old file is then unchanged.
     """
-    # By chance, not by the process's number: on a disk that nodes share there may be two of one number.
+    # The name is random rather than the PID, which may be the same on two nodes that share the disk.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -45,29 +45,29 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what kills have left of writes of `path`; its only writer calls this."""
+    """Remove temporary files that killed writes of `path` left behind. Only the file's single writer may call this."""
     for temporary in path.parent.glob(f".{path.name}.*.tmp"):
         temporary.unlink(missing_ok=True)
 
 
 def expand_home(path: str | Path) -> Path:
-    """`path`, a `~` or `~USER` at its beginning replaced by that user's home. Raises ExperimentError: there is no such user."""
+    """Expand `~` or `~USER` at the beginning of `path`. Raises ExperimentError: there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ExperimentError(f"{path}: {Path(path).parts[0]} is nobody's home on this machine: write the whole path") from error
+        raise ExperimentError(f"{path}: this machine has no home folder {Path(path).parts[0]}: write the full path") from error
 
 
 def unwritable_reason(folder: Path) -> str | None:
-    """Why nothing can be written into a folder, existing or not yet created; None: it can."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
-    if not there.is_dir():
-        return f"{there} is not a folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is read-only for you"
+    """Return why `folder`, which may not exist yet, cannot be written, or None if it can."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is read-only for you"
 
 
 def create_private(folder: Path) -> None:
-    """Create a folder that its user alone can enter; one that is there keeps its mode."""
+    """Create a folder that only its user can enter; an existing one keeps its mode."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -81,12 +81,12 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` with `text`, in which the secrets of URIs are hidden; see `replacing`."""
+    """Replace `path` with `text`, with secrets in URIs redacted; see `replacing`."""
     write_atomic(path, redact_uris(text).encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically, the secrets of its URIs hidden."""
+    """Replace `path` with `value` as indented JSON, with secrets in URIs redacted; see `replacing`."""
     write_atomic(path, (json.dumps(redact_values(value), indent=2) + "\n").encode())
 
 
@@ -95,11 +95,11 @@ class Line(NamedTuple):
 
     raw: bytes
     end: int
-    """Byte offset behind the line."""
+    """Byte offset after the line."""
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The object in the line; None where it has none, such as a line that a death cut off and a later writer ended."""
+        """The line's JSON object, or None, for example if a kill cut the line off and a later writer ended it."""
         try:
             record = json.loads(self.raw)
         except ValueError:
@@ -108,10 +108,10 @@ class Line(NamedTuple):
 
 
 def lines_after(path: Path, offset: int, chunk_bytes: int | None = None) -> list[Line]:
-    """The complete lines of a growing file behind byte `offset`; [] at its end or without a file.
+    """Return the complete lines of a growing file after byte `offset`; [] at its end or if there is no file.
 
-    Of one that is shorter none: its writer took back what a full disk did not take, and the rest was read before.
-    `chunk_bytes`: read about so many bytes, at least one line; None: to the end.
+    It is also [] if the file is shorter than `offset`: its writer took back a line that did not fit on the disk. With
+    `chunk_bytes`, read about so many bytes, but at least one line; None reads to the end.
     """
     try:
         with open(path, "rb") as file:
@@ -131,14 +131,14 @@ def lines_after(path: Path, offset: int, chunk_bytes: int | None = None) -> list
 
 
 def headline(metrics: dict[str, float]) -> dict[str, float]:
-    """An epoch's validation numbers under the names of a stage's final numbers."""
+    """Select an epoch's validation metrics, renamed to a stage's final metrics."""
     same = ("top1_pct", "top5_pct", "linear_top1_pct", "cka", "cosine", "raw_top1_pct", "raw_cka", "raw_cosine", "raw_loss")
     names = {"val/loss": "val_loss", **{f"val/{name}": name for name in same}}
     return {names[name]: value for name, value in metrics.items() if name in names}
 
 
 def final_names(metrics: dict[str, float]) -> dict[str, float]:
-    """All numbers of an epoch's record under the names of a stage's final numbers: `epoch/step_s` as `step_s`."""
+    """Rename all metrics of an epoch's record to a stage's final metrics: `epoch/step_s` to `step_s`."""
     return {name.removeprefix("epoch/"): value for name, value in metrics.items()} | headline(metrics)
 
 
@@ -150,42 +150,42 @@ class _RelativePath:
 
     def __get__(self, directory: StageDir | RunDir | None, owner: type) -> Path:
         if directory is None:
-            raise AttributeError("a path of a directory, not of its class")
+            raise AttributeError("only an instance of the directory class has this path")
         return directory.root.joinpath(*self._parts)
 
 
 @dataclass(frozen=True)
 class StageDir:
-    """A stage of a run: one model's training, a cache's filling, or one measurement of a trial."""
+    """The folder of a stage: training of one model, filling of a cache, or one measurement of a trial."""
 
     root: Path
 
     last = _RelativePath("checkpoints", "last.safetensors")
     best = _RelativePath("checkpoints", "best.safetensors")
     log = _RelativePath("logs", "train.log")
-    """The plain lines that rank 0 and the driver print."""
+    """The text log of rank 0 and the driver."""
     heartbeats = _RelativePath("heartbeats.json")
-    """Where each rank is, every few seconds: {"version", "time_ms", "ranks": [{"rank", "at", "age_s"}]}."""
+    """Each rank's position, updated every few seconds: {"version", "time_ms", "ranks": [{"rank", "at", "age_s"}]}."""
     stacks = _RelativePath("logs", "hangs.txt")
-    """Each hang with the stacks of all threads of all ranks."""
+    """Each hang, with the stacks of all threads of all ranks."""
 
     @property
     def init(self) -> StageDir:
-        """The folder of its methods' init stage, where they have one."""
+        """The folder of the methods' init stage, if they have one."""
         return StageDir(Path(f"{self.root}-init"))
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run, or one trial of a sweep, or a sweep."""
+    """The directory of a run, a sweep, or one trial of a sweep."""
 
     root: Path
 
     experiment = _RelativePath("experiment.yaml")
     events = _RelativePath("events.jsonl")
-    """The run's log: what has happened in it, see `service.runs.events`."""
+    """The run's event log, see `service.runs.events`."""
     result = _RelativePath("result.json")
-    """A snapshot of what the log says, for people and scripts."""
+    """A snapshot of the log's results, for people and scripts."""
     report = _RelativePath("report.html")
     """The run as one HTML page."""
     logs = _RelativePath("logs")
@@ -195,13 +195,13 @@ class RunDir:
     methods = _RelativePath("methods")
     """Copies of the method files that the experiment names."""
     methods_index = _RelativePath("methods", "index.json")
-    """Which file each copy is of, and its hash."""
+    """The original file and hash of each copy."""
 
     def stage(self, name: str) -> StageDir:
         return StageDir(self.root / name)
 
     def measurement(self, number: int) -> StageDir:
-        """A measurement of a trial, counted from 0: a timing run of its student."""
+        """Return the folder of a trial's measurement (a timing run of its student), numbered from 0."""
         return self.stage("student" if number == 0 else f"student-{number + 1}")
 
     def trial(self, trial_id: str) -> RunDir:

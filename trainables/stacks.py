@@ -1,6 +1,6 @@
-"""The Python stacks of all threads of a process, written when another process of the node sends it a signal. Linux alone.
+"""Dump the Python stacks of all threads of a process when another process of the node sends it a signal. Linux only.
 
-They are written in C and without the GIL, into memory that has a name and no file: a disk may be what hangs.
+faulthandler writes them without the GIL into a memfd, because a disk may be what hangs.
 """
 
 import contextlib
@@ -17,43 +17,43 @@ from typing import NamedTuple
 import psutil
 
 STACKS_SIGNAL = signal.SIGUSR1
-_MEMORY = "raydistill-stacks"
+_MEMFD_NAME = "raydistill-stacks"
 _WRITE_S = 1.0
-"""How long processes have to write their stacks."""
+"""Time for processes to write their stacks."""
 
 
 class ProcessReport(NamedTuple):
     status: str
-    """As `psutil` calls it, such as `sleeping`, `stopped` or `zombie`; `gone` where there is no such process."""
+    """psutil's status, such as `sleeping`, `stopped` or `zombie`; `gone` if there is no such process."""
     stacks: str
-    """The stacks of the process and of its children, such as its loader process; empty where it writes none."""
+    """The stacks of the process and its children, such as its loader process; empty if it wrote none."""
 
 
 @functools.cache
 def write_stacks_on_signal() -> None:
-    """From now on, until the process ends. Does nothing on other systems than Linux."""
+    """Make this process dump its stacks on `STACKS_SIGNAL`. Does nothing on systems other than Linux."""
     if sys.platform == "linux":
-        faulthandler.register(STACKS_SIGNAL, file=os.memfd_create(_MEMORY), all_threads=True)
+        faulthandler.register(STACKS_SIGNAL, file=os.memfd_create(_MEMFD_NAME), all_threads=True)
 
 
 def report_processes(pids: Iterable[int]) -> dict[int, ProcessReport]:
-    """The state and the stacks of processes of this node, by their number."""
+    """Return the status and stacks of processes of this node, by PID."""
     signalled = {pid: _signal(pid) for pid in pids}
     time.sleep(_WRITE_S)
     return {pid: ProcessReport(status, "".join(_read(*each) for each in family)) for pid, (status, family) in signalled.items()}
 
 
 def kill(pids: Iterable[int]) -> None:
-    """End processes of this node, also those that are stopped or do not let go of the interpreter."""
+    """Kill processes of this node, even stopped ones and those that hold the GIL."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _signal(pid: int) -> tuple[str, list[tuple[int, Path, int]]]:
-    """The state of a process; of it and its children those that write stacks: number, where to, and from which byte on.
+    """Signal a process and its children. Returns its status, and (PID, memfd path, byte offset) of each that dumps stacks.
 
-    The signal ends a process that does not handle it: only one that has such memory is sent it.
+    The signal would kill a process without a handler, so it is sent only to processes with the memfd.
     """
     family = list[tuple[int, Path, int]]()
     try:
@@ -63,15 +63,15 @@ def _signal(pid: int) -> tuple[str, list[tuple[int, Path, int]]]:
         return "gone", family
     for member in members:
         for path in Path(f"/proc/{member}/fd").glob("*"):
-            with contextlib.suppress(OSError):  # the file was closed, or the process has ended
-                if os.readlink(path) == f"/memfd:{_MEMORY} (deleted)":
+            with contextlib.suppress(OSError):  # the file was closed or the process ended
+                if os.readlink(path) == f"/memfd:{_MEMFD_NAME} (deleted)":
                     family.append((member, path, path.stat().st_size))
                     os.kill(member, STACKS_SIGNAL)
     return status, family
 
 
 def _read(pid: int, path: Path, begin: int) -> str:
-    with contextlib.suppress(OSError):  # the process has ended
+    with contextlib.suppress(OSError):  # the process ended
         if text := path.read_bytes()[begin:].decode(errors="replace"):
             return f"process {pid}:\n{text}"
     return ""

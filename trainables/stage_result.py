@@ -1,10 +1,10 @@
-"""What a complete stage leaves for the driver: the `summary` in the run's log, typed."""
+"""The typed `summary` of a complete stage, which the driver reads from the run's log."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class TeacherAccuracy(BaseModel):
-    """How accurate a teacher with given weights is on the validation images."""
+    """The accuracy of a teacher with given weights on the validation images."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -13,7 +13,7 @@ class TeacherAccuracy(BaseModel):
     top1_pct: float
     num_images: int
     chance_pct: float
-    """What the same predictions would reach if they had nothing to do with the images."""
+    """The expected accuracy if the same predictions were assigned to images at random."""
 
     def __str__(self) -> str:
         on = f"{self.num_images:,} validation images, where chance is {self.chance_pct:.2f}%"
@@ -21,19 +21,19 @@ class TeacherAccuracy(BaseModel):
 
 
 class StageResult(BaseModel):
-    """How a complete stage went. Types are not converted; unknown keys are left out."""
+    """The results of a complete stage. Types are not converted; unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     model: str = ""
     decoder: str | None = None
-    """The decoder of its training images; None: it trained nothing."""
+    """The decoder of the training images; None if the stage did not train."""
     precision: str | None = None
     precision_reason: str = ""
-    """Why it is this one, where the experiment's was `auto`."""
+    """Why this precision was chosen, if the experiment's is `auto`."""
     metrics: dict[str, float]
-    """Its summary."""
+    """The summary's metrics."""
     steps_s: list[float] = Field(default_factory=list)
-    """Seconds of each measured step of a timing run."""
+    """Duration of each measured step of a timing run."""
     teachers: list[TeacherAccuracy] = Field(default_factory=list)
-    """Those that it learned from and whose weights were given."""
+    """The stage's teachers whose weights were given."""

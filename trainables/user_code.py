@@ -1,4 +1,4 @@
-"""A user's method or model, FILE.py:CLASS: read without running it, and run where its class is needed."""
+"""User-defined methods and models, FILE.py:CLASS: read a file without running it, or import it when its class is needed."""
 
 import hashlib
 import importlib.util
@@ -15,43 +15,43 @@ from trainables.config.models import ARGUMENTS, FOLDER_SCHEME
 from trainables.errors import ExperimentError
 
 MODULE_PREFIX = "raydistill_file_"
-"""The beginning of the name of a file's module."""
+"""Prefix of the module names of user files."""
 _copies: dict[str, Path] = {}
 """See `use_copies`."""
 
 
 class CodeSource(NamedTuple):
-    """The file of a user's method or model."""
+    """The source file of a user's method or model."""
 
     path: Path
     text: str
     sha256: str
-    """SHA-256 of the file's bytes, in hexadecimal."""
+    """Hexadecimal SHA-256 of the file's bytes."""
 
 
 def option_key(name: str) -> str:
-    """The key of a method in `distill.options` and in the records: its name, or the class of `FILE.py:CLASS`.
+    """Return a method's key in `distill.options` and in the records: its name, or the class of `FILE.py:CLASS`.
 
-    For a model `FILE.py:CLASS(key=value)` it is the class with its arguments.
+    For a model `FILE.py:CLASS(key=value)` this is the class with its arguments.
     """
     return name.rpartition(".py:")[2]
 
 
 def use_copies(copies: Mapping[str, Path]) -> None:
-    """From now on this process reads and loads these files from their copies: path in an experiment → copy."""
+    """Make this process read and import files from their copies. `copies` maps a path in an experiment to its copy."""
     _copies.clear()
     _copies.update(copies)
 
 
 def file_of(name: str) -> Path | None:
-    """The file of a method or model `FILE.py:CLASS`, or its copy, see `use_copies`; None for any other name."""
+    """Return the file of a method or model `FILE.py:CLASS`, or its copy (see `use_copies`); None for any other name."""
     file, found, _ = name.rpartition(".py:")
     path = Path(f"{file}.py")
     return _copies.get(str(path), path) if found else None
 
 
 def read_source(name: str, key: str = "distill.method") -> CodeSource | None:
-    """The file of a method or model `FILE.py:CLASS`, the value of `key`, read without running it; None for any other name.
+    """Read the file of a method or model `FILE.py:CLASS` without running it; None for any other name. `key` is for messages.
 
     Raises ExperimentError: the file cannot be read, or is not UTF-8.
     """
@@ -62,14 +62,14 @@ def read_source(name: str, key: str = "distill.method") -> CodeSource | None:
         content = path.read_bytes()
         return CodeSource(path, content.decode(), hashlib.sha256(content).hexdigest())
     except UnicodeDecodeError:
-        raise ExperimentError.of_key(key, f"{path} is not UTF-8: save the file in that encoding") from None
+        raise ExperimentError.of_key(key, f"{path} is not UTF-8: save it as UTF-8") from None
     except OSError as error:
         raise ExperimentError.of_key(key, f"{path} cannot be read ({error.strerror}): give the path of a Python file") from error
 
 
 def model_parts(name: str) -> tuple[str, ...]:
-    """The models of a name: one, or the two of STUDENT+TEACHER. A path in it may have a + too: one that exists is not cut."""
-    pluses = [match.start() for match in re.finditer(r"\+(?![^(]*\))", name)]  # none of those within arguments
+    """Split a name into one model, or the two of STUDENT+TEACHER. An existing path that contains + is not split."""
+    pluses = [match.start() for match in re.finditer(r"\+(?![^(]*\))", name)]  # not those within arguments
     cuts = [(name[:at], name[at + 1 :]) for at in pluses]
     if not cuts or ((path := _path_of(name)) is not None and path.exists()):
         return (name,)
@@ -78,23 +78,23 @@ def model_parts(name: str) -> tuple[str, ...]:
 
 
 def _path_of(name: str) -> Path | None:
-    """The file or folder of a model."""
+    """Return the file or folder of a model, or None."""
     written = ARGUMENTS.fullmatch(name)
     base = written[1] if written else name
     if base.startswith(FOLDER_SCHEME):
         return Path(base.removeprefix(FOLDER_SCHEME))
-    return Path(base) if "+" in option_key(base) else file_of(base)  # no class has a + in it
+    return Path(base) if "+" in option_key(base) else file_of(base)  # a class name has no +
 
 
 @cache
 def module_of(file: Path) -> ModuleType:
-    """The module of a user's file. The file runs once, also where it has several methods."""
+    """Import a user's file. The file runs once, even if it defines several methods."""
     name = f"{MODULE_PREFIX}{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where pickle and dataclasses look up the module of a class
+    sys.modules[name] = module  # pickle and dataclasses look up a class's module there
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -82,7 +82,7 @@ def block_table(title: str, blocks: Sequence[Block], starts: Sequence[int]) -> T
 def points_table(model: str, image_size: int, num_classes: int, show_all: bool) -> Table:
     """Names, other names and shape of one sample's value; `show_all`: of all modules.
 
-    Raises ModelError: no such model, or it does not take images of this size.
+    Raises ModelError: no such model, or it does not accept images of this size.
     """
     built = construct(model, num_classes=num_classes, image_size=image_size, seed=0)
     check_forward(built, image_size, num_classes, name=model)

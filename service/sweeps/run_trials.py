@@ -17,8 +17,8 @@ from service.runs.stages.assignment import Assignment
 from service.sweeps.trials import Trial, load_outcomes, rows_of
 from service.sweeps.tune import SessionEnding, measure_points, tune_trials, with_shared_starts
 from trainables.errors import DistillError
-from trainables.paced import Paced
 from trainables.rundir import StageDir, write_text
+from trainables.throttled import Throttled
 
 TRIALS_GAUGE = ("raydistill_trials", "trials of a sweep that are done, running or waiting")
 """A gauge and what it is, as `trainables.worker.reporter.GAUGES`; its label `state` is one of these."""
@@ -127,7 +127,7 @@ class TrialWatch:
         self._trials = {trial.id: trial for trial in trials}
         self._running = set[str]()
         self._unsaved = False
-        self._save = Paced(self._write_snapshot)
+        self._save = Throttled(self._write_snapshot)
 
     def tick(self) -> None:
         """Show and record what has changed."""

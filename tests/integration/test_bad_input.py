@@ -180,7 +180,7 @@ class Broken(Method):
     ("line", "reason"),
     [
         ('raise KeyError("stored_rows")', "rank 1: KeyError: 'stored_rows'"),
-        ("sys.exit(0)", "code of the experiment called sys.exit(0)"),
+        ("sys.exit(0)", "the experiment's code called sys.exit(0)"),
     ],
 )
 def test_an_error_in_a_methods_code_ends_the_run_at_once_with_its_own_line(tmp_path: Path, line: str, reason: str) -> None:

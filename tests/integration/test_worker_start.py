@@ -120,5 +120,5 @@ def test_a_job_that_takes_too_long_is_ended_also_where_a_worker_could_not_answer
             return str(error)
 
     assert "took longer than sweep.trial_limit_s; it was in h2d of step 1" in wait_until(ended)
-    assert "a look at the workers failed" in caplog.text
+    assert "polling the workers failed" in caplog.text
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)

@@ -174,7 +174,7 @@ def test_an_address_of_records_that_is_none_is_refused_by_each_command(command: 
 
 @pytest.mark.parametrize("key", ["teacher.cache", "teacher.weights", "data.path"])
 def test_a_home_of_nobody_is_refused(key: str, refuse: Refuse) -> None:
-    assert "~nosuchuser is nobody's home" in refuse("train", "digits", *sets(f"{key}=~nosuchuser/x"))
+    assert "this machine has no home folder ~nosuchuser" in refuse("train", "digits", *sets(f"{key}=~nosuchuser/x"))
 
 
 def test_a_folder_of_logits_whose_name_no_disk_can_have_is_refused(refuse: Refuse) -> None:
@@ -419,7 +419,7 @@ def test_a_folder_for_logits_that_cannot_be_written_is_refused_before_a_teacher_
     [
         (["train", ""], "'': neither a recipe nor a file"),
         (["evaluate", "nothing", "--data", "digits"], "no checkpoint at nothing: give a .safetensors file"),
-        (["evaluate", "{0}/text", "--data", "digits"], "{0}/text is not a whole safetensors file"),
+        (["evaluate", "{0}/text", "--data", "digits"], "{0}/text is not a complete safetensors file"),
         (["methods", "{0}/raises.py:M"], "raises.py:M cannot be loaded (ValueError: two lines)"),
         (["ui", "--runs", "{0}/text/runs"], "--runs {0}/text/runs cannot be written: {0}/text is not a folder"),
         (["train", "digits", "--set", "data.path=http://127.0.0.1:9/x"], "there is no such file, or no server answers"),
@@ -451,14 +451,14 @@ def test_what_a_command_line_quotes_is_bounded(capsys: pytest.CaptureFixture[str
 
 def test_a_model_that_does_not_fit_the_images_is_refused(refuse: Refuse) -> None:
     shown = refuse("train", "digits", *sets("student.model=squeezenet1_1"))
-    assert shown.startswith("model squeezenet1_1 does not take images of 8×8")
+    assert shown.startswith("model squeezenet1_1 does not accept images of 8×8")
     assert "set data.image_size to 32" in shown
     assert shown.count("8×8") == 1
 
 
 def test_the_taps_of_a_model_that_is_none_or_does_not_fit_are_refused(refuse: Refuse) -> None:
     assert "did you mean resnet18?" in refuse("taps", "resnet_18")
-    assert "model squeezenet1_1 does not take images of 8×8" in refuse("taps", "squeezenet1_1", "--image-size", "8")
+    assert "model squeezenet1_1 does not accept images of 8×8" in refuse("taps", "squeezenet1_1", "--image-size", "8")
 
 
 def test_the_taps_of_a_model_are_a_table_of_names_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -510,7 +510,7 @@ def test_weights_that_are_missing_damaged_or_of_another_model_are_refused(refuse
     for length in (0, 5, 100, whole.stat().st_size - 1):
         cut = tmp_path / "cut.safetensors"
         cut.write_bytes(whole.read_bytes()[:length])
-        assert f"{cut} is not a whole safetensors file" in shown(cut)
+        assert f"{cut} is not a complete safetensors file" in shown(cut)
     (tmp_path / "text.pt").write_text("no weights")
     assert f"{tmp_path / 'text.pt'} is not loaded" in shown(tmp_path / "text.pt")
     (tmp_path / "run").mkdir()
@@ -528,7 +528,7 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
     assert "has 10 classes, none of them 'c0', and the data has 10" in refuse("evaluate", whole, "--data", names)
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(whole.read_bytes()[:-9])
-    assert "is not a whole safetensors file" in refuse("evaluate", cut, "--data", "digits")
+    assert "is not a complete safetensors file" in refuse("evaluate", cut, "--data", "digits")
     for override, words in (
         ("data.batch_size=3", "data.batch_size: no such key; did you mean data.global_batch_size, of all workers together?"),
         ("scale.num_workers=0", "scale.num_workers: must be at least 1, not 0"),
@@ -636,7 +636,7 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
     write_teacher(last)
     last.write_bytes(last.read_bytes()[:-7])
     shown = refuse("resume", run)
-    assert f"{last} is not a whole safetensors file" in shown
+    assert f"{last} is not a complete safetensors file" in shown
     assert shown.endswith(f": remove {run / 'teacher'} to begin that stage again")
     write_teacher(last.with_name("best.safetensors"))
     assert "copy best.safetensors over it to continue from there, or remove" in refuse("resume", run)

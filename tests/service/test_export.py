@@ -51,7 +51,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capsys: 
         ((tmp_path, "--to", "onnx"), "give a finished run's or stage's directory"),
         (("resnet18", "--to", "onnx"), "resnet18 is the name of published weights: give a run or a checkpoint"),
         ((foreign, "--to", "onnx", "--out", tmp_path / "x", "--data", "digits"), "foreign.pth"),
-        ((lone, "--to", "timm", "--out", tmp_path / "x", "--data", "digits"), "write --to safetensors or onnx"),
+        ((lone, "--to", "timm", "--out", tmp_path / "x", "--data", "digits"), "choose --to safetensors or onnx"),
     ]:
         code, out, error = run(capsys, "export", *words)
         assert (code, out) == (2, "")
@@ -85,7 +85,7 @@ def test_what_cannot_be_timed_is_refused_in_one_line(tmp_path: Path, capsys: pyt
         (("resnet18", "--batch", "1,x"), "--batch 1,x: write whole numbers from 1, such as 1,32"),
         (("resnet188",), "there is no model 'resnet188'; did you mean resnet18"),
         ((tmp_path / "missing.onnx",), "there is no file"),
-        ((tmp_path / "damaged.onnx",), "damaged.onnx is no ONNX model of images (B, C, H, W)"),
+        ((tmp_path / "damaged.onnx",), "damaged.onnx is not an ONNX model of images (B, C, H, W)"),
     ]:
         code, _, error = run(capsys, "bench-model", *words)
         assert code == 2

@@ -198,7 +198,8 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path: Path) -> None:
         pytest.skip("no /dev/full")
     with pytest.raises(OSError, match="No space left") as raised:
         full.write_text("x")
-    assert failure_of(raised.value, 0) == Failure("disk", "No space left on device: free space, then `distill resume`", None, 0)
+    message = "No space left on device: free space, then run `distill resume`"
+    assert failure_of(raised.value, 0) == Failure("disk", message, None, 0)
     with pytest.raises(FileNotFoundError) as missing:
         (tmp_path / "store").read_text()
     assert kind_of(missing.value) == "user"
@@ -298,7 +299,7 @@ def test_words_that_do_not_name_memory_are_explained() -> None:
 
 
 def test_code_that_calls_exit_is_named() -> None:
-    assert str(failure_of(SystemExit(0), 1)) == "code of the experiment called sys.exit(0)"
+    assert str(failure_of(SystemExit(0), 1)) == "the experiment's code called sys.exit(0)"
 
 
 @pytest.mark.gpu

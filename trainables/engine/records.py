@@ -53,7 +53,7 @@ def means(train_state: TrainState, sums: Sequence[float]) -> dict[str, float]:
 
     Accuracies are in percent of the labeled images. Terms of methods that have not started yet are left out.
     """
-    later = train_state.distillation_module.later_terms
+    later = train_state.distillation_module.inactive_terms
     totals = dict(zip(train_state.sums.names, sums, strict=True))
     num_images = totals.pop("images")
     counted = totals.pop(LABELED, num_images) or math.nan

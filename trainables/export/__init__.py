@@ -1,6 +1,6 @@
-"""A trained student as other programs read it: one file a format, each loaded back by the library that reads it and compared.
+"""Export a trained student for other programs. Each file is read back by the library that loads the format, and compared.
 
-Importing this costs no torch.
+Importing this module does not import torch.
 """
 
 EXPORTS = {
@@ -10,4 +10,4 @@ EXPORTS = {
     "torchvision": "state_dict:TORCHVISION",
     "safetensors": "state_dict:SAFETENSORS",
 }
-"""Name of a format → `module:Format` in this package."""
+"""Format name → `module:Format` in this package."""

@@ -22,17 +22,17 @@ from trainables.notices import notice
 
 MAX_S = 2.0
 Passes = Callable[[int], Callable[[], Any]]
-"""From a batch size to what runs one forward pass."""
+"""Maps a batch size to a function that runs one forward pass."""
 
 
 def bench(student: Student, batches: Sequence[int], *, image_size: int | None, compiled: bool) -> dict[str, Any]:
-    """Parameters, MACs of one image (FLOPs / 2), MiB of the state dict, and a row for each runtime and batch size.
+    """Return parameters, MACs per image (FLOPs / 2), MiB of the state dict, and a row for each runtime and batch size.
 
-    onnxruntime has a row where it is installed and takes the model; otherwise a notice says why not.
+    onnxruntime is included if it is installed and supports the model; otherwise a notice explains why not.
 
     Raises:
-        ExportError: it cannot be compiled.
-        ModelError: it does not take images of this size.
+        ExportError: the model cannot be compiled.
+        ModelError: the model does not accept images of this size.
     """
     if image_size is not None:
         student = replace(student, input=replace(student.input, image_size=image_size))
@@ -45,7 +45,7 @@ def bench(student: Student, batches: Sequence[int], *, image_size: int | None, c
     if compiled:
         try:
             rows += _rows("torch compiled", _torch_passes(torch.compile(network), size), batches)
-        except Exception as error:  # of its own classes, or a C++ compiler's
+        except Exception as error:  # torch.compile's own exceptions, or a C++ compiler's
             raise ExportError(f"torch.compile fails on {student.model} ({first_line(error)}): leave out --compile") from error
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
@@ -67,7 +67,7 @@ def bench(student: Student, batches: Sequence[int], *, image_size: int | None, c
 
 
 def bench_file(path: Path, batches: Sequence[int], *, image_size: int | None) -> dict[str, Any]:
-    """See `bench`, of an ONNX file, whose MACs are not counted. Raises ExportError: onnxruntime cannot run it."""
+    """Measure an ONNX file as `bench` does, without counting MACs. Raises ExportError: onnxruntime cannot run it."""
     if missing := [package for package in ("onnx", "onnxruntime") if not installed(package)]:
         raise ExportError(f"{path} needs {' and '.join(missing)}: `pip install raydistill[export]`")
     import onnx
@@ -79,10 +79,10 @@ def bench_file(path: Path, batches: Sequence[int], *, image_size: int | None) ->
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         (images,) = session.get_inputs()
         batch, channels, height, width = (side if isinstance(side, int) else None for side in images.shape)
-    except Exception as error:  # onnxruntime's own classes, one a reason
-        raise ExportError(f"{path} is no ONNX model of images (B, C, H, W): {first_line(error)}") from None
+    except Exception as error:  # onnxruntime has many exception classes
+        raise ExportError(f"{path} is not an ONNX model of images (B, C, H, W): {first_line(error)}") from None
     if image_size is not None and (height or image_size) != image_size:
-        raise ExportError(f"{path} takes images of {height}×{width}: leave out --image-size")
+        raise ExportError(f"{path} only accepts images of {height}×{width}: leave out --image-size")
     size = height or image_size or 224
     shape, dtype = (channels or 3, size, width or size), np.uint8 if "uint8" in images.type else np.float32
 
@@ -91,7 +91,7 @@ def bench_file(path: Path, batches: Sequence[int], *, image_size: int | None) ->
         return lambda: session.run(None, {images.name: images_BCHW})
 
     if batch is not None and [batch] != list(batches):
-        notice(f"{path} takes batches of {batch} alone")
+        notice(f"{path} only accepts batches of {batch}")
     rows = _rows("onnxruntime", passes, batches if batch is None else [batch])
     tensors = onnx.load(path).graph.initializer
     return {

@@ -1,4 +1,4 @@
-"""What an exported file computes, by the lines that are printed for its users, against the checkpoint, on validation images.
+"""Compare an exported file, loaded by the code that is printed for its users, with the checkpoint on validation images.
 
 Shapes: B batch, C=3 channels, H W pixels, K classes or features.
 """
@@ -33,7 +33,7 @@ BATCH = 8
 
 
 def predictor(lines: Sequence[str], what: str) -> Callable[[NDArray[Any]], Tensor]:
-    """The function from images to logits or features that the lines of a format make.
+    """Build the function from images to logits or features from a format's lines of code.
 
     Raises ExportError, as the function does: the library cannot read or run the file.
     """
@@ -42,9 +42,9 @@ def predictor(lines: Sequence[str], what: str) -> Callable[[NDArray[Any]], Tenso
     def run(code: str) -> None:
         try:
             exec(code, names)
-        except Exception as error:  # another library's
+        except Exception as error:  # another library's, of any type
             problem = f"{type(error).__name__}: {first_line(error)}"
-            raise ExportError(f"{what} fails when it is read back ({problem}): write another --to") from error
+            raise ExportError(f"{what} cannot be read back ({problem}): choose another --to") from error
 
     def predict(images: NDArray[Any]) -> Tensor:
         names["images"] = images
@@ -56,7 +56,7 @@ def predictor(lines: Sequence[str], what: str) -> Callable[[NDArray[Any]], Tenso
 
 
 def resized_to(student: Student, data: DataConfig, source: Source) -> int:
-    """The shorter side to which a validation image is resized before its center crop."""
+    """Return the length of a validation image's shorter side before its center crop."""
     size = student.input.image_size
     return data.val_resize or (size if source.size == size else default_val_resize(size))
 
@@ -65,13 +65,13 @@ def resized_to(student: Student, data: DataConfig, source: Source) -> int:
 def compare(
     student: Student, predict: Callable[[NDArray[Any]], Tensor], data: DataConfig, *, limit: int, preprocess: bool
 ) -> dict[str, Any]:
-    """The largest absolute difference from the checkpoint's output, and the largest output, on about `limit` images.
+    """Return the largest absolute difference from the checkpoint's output, and the largest output, on about `limit` images.
 
-    They are short stretches at equal distances of the whole split. Of a classifier also the share of images with the same top-1
-    class and both accuracies, in percent; these only where the data has its classes.
+    The images are short runs at equal distances in the split. For a classifier, the result also has the percentage of images with
+    the same top-1 class, and both accuracies if the data has its classes.
 
     Raises:
-        DataError: not one image can be read.
+        DataError: none of the images can be read.
         ExportError: see `predictor`.
     """
     reference = copy.deepcopy(student.module)
@@ -80,13 +80,13 @@ def compare(
     with contextlib.closing(open_on_node(data, "val")) as source:
         num_val, has_labels = len(source), bool(student.classes) and source.classes == student.classes
     if student.classes and not has_labels:
-        notice(f"{data.path} has not the student's classes: the accuracy is not measured")
+        notice(f"{data.path} does not have the student's classes: the accuracy is not measured")
     part = Group(world_size=-(-num_val // limit))
     data = data.model_copy(update={"global_batch_size": BATCH * part.world_size})
     differences, largest, counts = [0.0], [0.0], torch.zeros(4, dtype=torch.int64)  # images, same top-1, hits: ours, theirs
     with contextlib.closing(val_loader(data, "val", part)) as loader:
         for batch in loader.epoch(0):
-            # In two parts: a file has to take batches of any size.
+            # Split in two, as a file must accept batches of any size.
             parts = (each.split(BATCH - 1) for each in (batch.images_BCHW.contiguous(), batch.labels_B) if len(each))
             for images_BCHW, labels_B in zip(*parts, strict=True):
                 pixels_BCHW = to_pixels(images_BCHW, torch.float32)

@@ -1,4 +1,4 @@
-"""`distill export`: write a student down in a format, read it back with the other library, compare, and keep what agrees."""
+"""`distill export`: write a student in a format, read it back with that format's library, and keep it if the outputs agree."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ RECORD = "export.json"
 def export(
     student: Student, to: str, folder: Path, data: DataConfig, *, preprocess: bool, limit: int, tolerance: float
 ) -> dict[str, Any]:
-    """Write `student` and export.json, whose content is returned, into `folder`, if on validation images of `data` it computes
-    what the checkpoint does, up to `tolerance` times the largest output.
+    """Write `student` and export.json, whose content is returned, into `folder`, if its outputs on validation images of `data`
+    differ from the checkpoint's by at most `tolerance` times the largest output.
 
     Raises:
         DataError: the images cannot be read.
-        ExportError: the format cannot have this student, or computes something else; nothing is left then.
+        ExportError: the format does not support this student, or the outputs differ; then nothing is written.
     """
     form, folder = format_of(to), folder.absolute()
     form.check(student, to)
     if preprocess and not form.is_traced:
-        raise ExportError(f"--preprocess: {to} has parameters and no operations: write --to onnx or torch_export")
+        raise ExportError(f"--preprocess: {to} stores parameters, not operations: choose --to onnx or torch_export")
     _check_folder(folder, to, form.file)
     if not student.classes:
         note_layers_behind_embedding(student)
@@ -53,7 +53,7 @@ def export(
         if not found["max_difference"] <= allowed:
             raise ExportError(
                 f"{to} of {student.model} differs from the checkpoint by {found['max_difference']:.3g}, more than "
-                f"{allowed:.3g}, {tolerance:g} of the largest output: it is not written; another format may agree"
+                f"{allowed:.3g} ({tolerance:g} × the largest output), so it was not written: try another --to"
             )
         packages = ("torch", *{"torchvision": ["torchvision"]}.get(to, []), *form.packages)
         record = {
@@ -76,9 +76,9 @@ def export(
 
 
 def _check_folder(folder: Path, to: str, file: str) -> None:
-    """Raises ExportError: it cannot be written, or has something else."""
+    """Raise ExportError if the folder cannot be written, or has other files."""
     if folder.suffix == Path(file).suffix or folder.is_file():
-        raise ExportError(f"--out {folder}: name a folder, which gets {file} and {RECORD}")
+        raise ExportError(f"--out {folder}: name a folder to write {file} and {RECORD} into")
     if reason := unwritable_reason(folder):
         raise ExportError(f"--out {folder} cannot be written: {reason}")
     with contextlib.suppress(FileNotFoundError):

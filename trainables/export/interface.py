@@ -1,4 +1,4 @@
-"""What a format is for this package: how it is written, and the Python that reads it without this package."""
+"""The interface of an export format: how to write it, and Python code that loads it without this package."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from trainables.models.libraries.interface import installed
 
 
 def format_of(name: str) -> Format:
-    """The format of this name in EXPORTS."""
+    """Return the format with this name in EXPORTS."""
     found: Format = pkgutil.resolve_name(f"trainables.export.{EXPORTS[name]}")
     return found
 
 
 class Format(NamedTuple):
-    """A way to write a student down."""
+    """A format that a student can be exported to."""
 
     file: str
-    """Its name in the folder of an export."""
+    """The file's name in the export folder."""
     write: Callable[[Student, Path, bool], dict[str, Any]]
-    """Write the file; the last argument: whether it prepares uint8 images itself. What it returns goes into export.json.
+    """Writes the file and returns entries for export.json. The last argument: whether the file prepares uint8 images itself.
 
-    Raises ExportError: the format cannot have this student.
+    Raises ExportError: the format does not support this student.
     """
     lines: Callable[[Student, Path], list[str]]
-    """Python that reads the file at this path; the last line makes `output` of `images`, a numpy array (B, C, H, W).
+    """Python code that loads the file; the last line computes `output` from `images`, a numpy array (B, C, H, W).
 
-    These lines are run for the comparison, and printed. Raises ExportError.
+    The comparison runs these lines, and they are printed. Raises ExportError.
     """
     packages: tuple[str, ...] = ()
-    """Those that it needs besides torch."""
+    """Required packages besides torch."""
     is_traced: bool = False
-    """Whether the file has what the model computes, not its parameters alone."""
+    """Whether the file has the model's operations, not just its parameters."""
 
     def check(self, student: Student, name: str) -> None:
-        """Raises ExportError: a package is missing, or the classifier is none of the student's library."""
+        """Raises ExportError: a package is missing, or the format has no place for the student's class embeddings."""
         if missing := [package for package in self.packages if not installed(package)]:
             extra = {"timm": "timm"}.get(missing[0], "export")
             raise ExportError(f"--to {name} needs {', '.join(missing)}: `pip install raydistill[{extra}]`")
         if not self.is_traced and hasattr(student.module, COSINES):
             raise ExportError(
-                f"{student.model} has class embeddings as its classifier, which {name} has no keys for: write --to onnx or "
+                f"{student.model} has class embeddings as its classifier, which {name} cannot store: choose --to onnx or "
                 "torch_export"
             )

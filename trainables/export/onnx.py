@@ -1,4 +1,4 @@
-"""`--to onnx`: by torch's exporter, with classes and preprocessing in the file's metadata_props."""
+"""`--to onnx`: torch's ONNX exporter, with classes and preprocessing in the file's metadata_props."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainables.export.torch_export import BATCH_AXIS, refused, traced
 
 
 def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
-    """Returns the version of the operator set."""
+    """Write the file and return its opset version."""
     program = traced(student, preprocess=preprocess)
     description = student.description()
     with refused(student, "ONNX"):

@@ -1,4 +1,4 @@
-"""`--to safetensors` and `torchvision`: the parameters by their names in the model's library."""
+"""`--to safetensors` and `torchvision`: the state dict with the names of the model's library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainables.notices import notice
 
 def write_safetensors(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
     if any("trainables" in line for line in student.constructor()):
-        notice(f"{student.model} is built by this package: --to onnx and torch_export write files that need nothing of it")
+        notice(f"{student.model} is built by raydistill: to load the file without it, choose --to onnx or torch_export")
     state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in student.module.state_dict().items()}
     save_file(state, path, metadata={"format": "pt"})
     return {}
@@ -24,7 +24,7 @@ def write_safetensors(student: Student, path: Path, preprocess: bool) -> dict[st
 
 def write_torchvision(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
     if student.name.library != "torchvision":
-        raise ExportError(f"{student.model} is no model of torchvision: write --to safetensors or onnx")
+        raise ExportError(f"{student.model} is not a torchvision model: choose --to safetensors or onnx")
     torch.save(student.module.state_dict(), path)
     return {}
 

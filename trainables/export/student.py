@@ -1,4 +1,4 @@
-"""What is exported: a checkpoint's model with what belongs to it, and the network that traced formats have.
+"""The exported student: a checkpoint's model with its metadata, and the network for traced formats.
 
 Shapes: B batch, C=3 channels, H W pixels, K classes.
 """
@@ -33,25 +33,25 @@ class Student:
 
     module: nn.Module
     model: str
-    """Its name, as an experiment says it."""
+    """The model's name, as in an experiment."""
     input: ModelInput
     val_resize: int | None
     """See `data.val_resize`."""
     classes: tuple[str, ...]
-    """In label order; () for a model without a classifier, whose output are its features."""
+    """In label order; () for a model without a classifier, which returns features."""
 
     @property
     def name(self) -> ModelName:
         return check_model_name(self.model)
 
     def constructor(self) -> list[str]:
-        """Lines of Python that build `model`. Raises ModelError: see `Library.constructor`."""
+        """Return lines of Python that build `model`. Raises ModelError: see `Library.constructor`."""
         rescaling = {"transform_input": True} if getattr(self.module, "transform_input", False) else {}
         kwargs = {**self.name.kwargs, **rescaling}
         return LIBRARIES[self.name.library].constructor(self.name.name, len(self.classes), self.input.image_size, kwargs)
 
     def description(self) -> dict[str, Any]:
-        """Model, classes and preprocessing, as JSON has them."""
+        """Return model, classes and preprocessing as JSON values."""
         return {
             "model": self.model,
             "output": "logits" if self.classes else "features",
@@ -65,7 +65,7 @@ class Student:
 
 
 class Network(nn.Module):
-    """images_BCHW, normalized float32, or with `preprocess` uint8, to logits (B, K) or features."""
+    """Maps images_BCHW, normalized float32 or with `preprocess` uint8, to logits (B, K) or features."""
 
     def __init__(self, student: Student, *, preprocess: bool) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Network(nn.Module):
 
 
 def read_student(checkpoint: Path) -> Student:
-    """The model of a checkpoint of ours. Raises CheckpointError: it cannot be read, or does not describe its model."""
+    """Load the model of a checkpoint of ours. Raises CheckpointError: it cannot be read, or does not describe its model."""
     header = read_checkpoint_header(checkpoint)
     if header is None or not header.mean:
         raise CheckpointError(f"{checkpoint} does not describe its model: give a run, or a checkpoint that `distill train` wrote")
@@ -95,7 +95,7 @@ def read_student(checkpoint: Path) -> Student:
 
 
 def note_layers_behind_embedding(student: Student) -> None:
-    """A backbone is trained up to its tap `embedding`, behind which some models have layers: say so where they have."""
+    """Raise a notice if a backbone has layers after its tap `embedding`, which distillation does not train."""
     with contextlib.suppress(ModelError), torch.no_grad():  # a user's model may declare no such tap
         taps = Taps(student.module, ["embedding"], name=student.model, image_size=student.input.image_size)
         with taps.capture():
@@ -103,12 +103,12 @@ def note_layers_behind_embedding(student: Student) -> None:
             (embedding_BD,) = taps.pop()
         if output_BD.shape != embedding_BD.shape or not torch.allclose(output_BD, embedding_BD):
             notice(
-                f"{student.model} has layers behind its tap `embedding`, which distillation did not train: its output passes them"
+                f"{student.model} has layers after its tap `embedding` that distillation did not train, but its output uses them"
             )
 
 
 def data_of(student: Student, data: DataConfig) -> DataConfig:
-    """How the validation images of `data` are read, prepared as the student's own."""
+    """Return `data` changed to read validation images with the student's preprocessing."""
     seen, elsewhere = student.input, {"more": (), "stage": "none", "cache": "none", "decoder": "auto", "loader_workers": 1}
     own = {"image_size": seen.image_size, "val_resize": student.val_resize, "mean": seen.mean, "std": seen.std}
     return data.model_copy(update=elsewhere | own)

@@ -1,4 +1,4 @@
-"""`--to timm`: a folder that `timm.create_model("local-dir:…")` and transformers' wrapper of timm's models take."""
+"""`--to timm`: a folder for `timm.create_model("local-dir:…")` and transformers' wrapper of timm models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
     """timm writes config.json next to the file."""
     if student.name.library != "timm":
         others = "torchvision, safetensors or onnx" if student.name.library == "torchvision" else "safetensors or onnx"
-        raise ExportError(f"{student.model} is no model of timm: write --to {others}")
+        raise ExportError(f"{student.model} is not a timm model: choose --to {others}")
     from timm.models import save_for_hf
 
     size = student.input.image_size
@@ -35,7 +35,7 @@ def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
     config = path.with_name("config.json")
     save_for_hf(student.module, str(path.parent), {"pretrained_cfg": images, **labels, **arguments}, safe_serialization=True)
     saved = json.loads(config.read_text())
-    saved.get("model_args", {}).pop("num_classes", None)  # it is in `saved` itself, and transformers refuses it twice
+    saved.get("model_args", {}).pop("num_classes", None)  # `saved` itself has it, and transformers rejects a duplicate
     write_json(config, saved)
     return {}
 

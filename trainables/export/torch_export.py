@@ -20,30 +20,30 @@ from trainables.export.student import Network, Student
 OPERATOR = re.compile(r"OpOverload\(op='([\w.]+)'")
 BATCH_AXIS = ({0: torch.export.Dim("batch")},)
 DESCRIPTION = "raydistill.json"
-"""The name of the description inside of a program."""
+"""The name of the description inside the exported program."""
 
 
 @contextlib.contextmanager
 def refused(student: Student, name: str) -> Iterator[None]:
-    """Silence a tracer, and make one line of what it raises. Raises ExportError: with the operator that it names."""
+    """Silence a tracer and turn its exception into one line. Raises ExportError, with the unsupported operator if known."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             yield
-    except Exception as error:  # a tracer fails in any way
+    except Exception as error:  # a tracer may raise anything
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         operator = OPERATOR.search(str(cause))
         reason = f"it has no operator for {operator[1]}" if operator else first_line(cause)
-        raise ExportError(f"{name} cannot have {student.model}: {reason}: choose another format, or change the model") from None
+        raise ExportError(f"{name} cannot export {student.model}: {reason}: choose another --to, or change the model") from None
     finally:
         logging.disable(level)
 
 
 def traced(student: Student, *, preprocess: bool) -> torch.export.ExportedProgram:
-    """The program of any number of images, at least 1. Raises ExportError: see `refused`."""
+    """Trace a program for any batch size of at least 1. Raises ExportError: see `refused`."""
     shape, dtype = (2, 3, student.input.image_size, student.input.image_size), torch.uint8 if preprocess else torch.float32
     images_BCHW = torch.zeros(shape, dtype=dtype)
     with refused(student, "torch.export"), torch.no_grad():

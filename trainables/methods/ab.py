@@ -4,11 +4,11 @@ by Hidden Neurons": the differentiable loss with a margin.
 A neuron is active where its value before the ReLU is above 0. The student's value s should be on the same side of 0 as the
 teacher's value t, by the margin m at least: the loss is (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m, and 0
 elsewhere. In a stage before training only this loss changes the student, afterwards only the labels' loss, as in RepDistiller.
-The authors go on with logits: add kd to the methods. RepDistiller and the authors' code multiply by 3/1000 and halve the weight
+The authors then distill logits: add kd to the methods. RepDistiller and the authors' code multiply by 3/1000 and halve the weight
 from each stage to the one before it; the paper has neither factor.
 
-RepDistiller's init stage (helper/pretrain.py) does not train the last batch norm of a WRN, through which the deepest of the three
-maps is read: `init_frozen: [bn1]`. Of its other students it trains all that the loss reads.
+RepDistiller's init stage (helper/pretrain.py) does not train a WRN's last batch norm, through which the deepest of the three maps
+is read: `init_frozen: [bn1]`. For other students it trains everything that the loss depends on.
 
 Shapes: B batch, C channels, H W positions.
 """
@@ -49,7 +49,7 @@ class AB(Method):
     requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: ABOptions, context: BuildContext) -> None:
-        """Raises ExperimentError where `init_frozen` names what the student does not have, or all of it."""
+        """Raises ExperimentError: `init_frozen` names a module that the student lacks, or everything that would be trained."""
         super().__init__(options, context)
         _check_frozen(options.init_frozen, context.student.model)
         self.connectors = nn.ModuleList(
@@ -60,7 +60,7 @@ class AB(Method):
         )
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`boundary` of each sample, (B,): a sum over values, so thousands at first."""
+        """Return `boundary` of each sample, (B,): a sum over values, so initially thousands."""
         total_B = student.features[0].new_zeros(len(batch.labels_B))
         weights = self._weights()
         for weight, connector, s_BCHW, t_BCHW in zip(weights, self.connectors, student.features, teacher.features, strict=True):
@@ -69,7 +69,7 @@ class AB(Method):
         return {"boundary": total_B}
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        """The connectors', and the student's without its classifier's and what `init_frozen` names."""
+        """Return the parameters of the connectors, and the student's except those of its classifier and `init_frozen`."""
         frozen = {p for name in self.options.init_frozen for p in student.get_submodule(name).parameters()}
         return [p for p in (*body_parameters(student), *self.parameters()) if p not in frozen]
 
@@ -87,9 +87,9 @@ def _check_frozen(names: tuple[str, ...], student: nn.Module) -> None:
             raise ExperimentError(f"distill.options.ab.init_frozen: the student has no module {name!r}; {instead}")
     frozen = {parameter for name in names for parameter in modules[name].parameters()}
     if names and frozen.issuperset(body_parameters(student)):
-        raise ExperimentError("distill.options.ab.init_frozen: it names all that ab would train: leave a module out")
+        raise ExperimentError("distill.options.ab.init_frozen: it freezes everything that ab would train: leave a module out")
 
 
 def beyond_the_boundary(student: Tensor, teacher: Tensor, margin: float) -> Tensor:
-    """How far each value of the student is from the teacher's side of 0 and the margin; 0 where it is there."""
+    """Return the distance of each student value from the margin on the teacher's side of 0; 0 beyond the margin."""
     return torch.where(teacher > 0, (margin - student).clamp(min=0), (student + margin).clamp(min=0))

@@ -1,8 +1,8 @@
 """Attention transfer: Zagoruyko and Komodakis 2017 (ICLR), "Paying More Attention to Attention", section 3.1, equation 2.
 
-A map's attention is the sum over channels of |F|^p, p = 2, as a vector over positions, divided by its norm: where in the image
-the model looks. (RepDistiller takes the channels' mean, which is the same once divided by the norm.) The paper's loss is half the
-norm of the difference of two such vectors; the authors' code, RepDistiller and mdistiller take the mean of its squares.
+A map's attention is the sum over channels of |F|^p, p = 2, as a vector over positions, divided by its norm. (RepDistiller uses
+the channels' mean, which is equal after normalization.) The paper's loss is half the norm of the difference of two such vectors;
+the authors' code, RepDistiller and mdistiller use the mean of its squares.
 
 Shapes: B batch, C channels, H W positions, P = H·W.
 """
@@ -48,7 +48,7 @@ class AT(Method):
             student_BP, teacher_BP = (attention(map_BCHW, self.options.power) for map_BCHW in pooled_alike(*pair))
             difference_BP = student_BP - teacher_BP
             paper = self.options.variant == "paper"
-            # torch's norm has the gradient 0 at 0, where the two are equal.
+            # torch's norm has gradient 0 at 0, where both are equal.
             total_B = total_B + (
                 0.5 * torch.linalg.vector_norm(difference_BP, dim=1) if paper else difference_BP.square().mean(1)
             )
@@ -56,6 +56,6 @@ class AT(Method):
 
 
 def attention(map_BCHW: Tensor, power: float = 2.0) -> Tensor:
-    """Where a map is active, (B, P): the mean over channels of |F|^p, as a vector of norm 1; 0 where the map is 0."""
+    """Compute a map's attention, (B, P): the mean over channels of |F|^p, with norm 1; 0 if the map is 0."""
     raised_BCHW = map_BCHW.square() if power == 2 else map_BCHW.abs().pow(power)
     return unit(raised_BCHW.mean(1).flatten(1))

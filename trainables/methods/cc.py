@@ -3,11 +3,11 @@
 `paper`: correlations of all pairs of samples, L = (1/N²)·Σ_ij (φ(s_i, s_j) − φ(t_i, t_j))². φ is the Gaussian kernel of the
 features' directions u by its Taylor series: φ = exp(−2γ)·Σ_{p=0..P} (2γ)^p/p!·(u_i·u_j)^p.
 
-`repdistiller`: RepDistiller's code is another method. Linear maps, both trained, take student and teacher to 128 features each;
-with δ = |e_s − e_t| it is the mean over neighbours in the batch of Σ_d δ_i·δ_{i+1}. It depends on the samples' order, here that
-of ranks, and both maps may shrink it to 0.
+`repdistiller`: RepDistiller's code is another method. Two trained linear layers project student and teacher to 128 features each.
+With δ = |e_s − e_t|, the loss is the mean over neighbors in the batch of Σ_d δ_i·δ_{i+1}. It depends on the order of samples,
+here that of ranks, and the layers can shrink it to 0.
 
-Published tables do not always say which one they show; RepDistiller's table is of its own code. The default is the paper's.
+Published tables do not always state the variant; RepDistiller's are from its own code. The default is the paper's.
 
 Shapes: B samples of this rank, N of the global batch, D features, E embedded features.
 """
@@ -26,15 +26,15 @@ from trainables.methods.relations import all_rows, check_one_tap
 
 
 class CCOptions(MethodOptions):
-    """γ = 0.4 and P = 2 of the paper; weights of Knowledge-Distillation-Zoo (100) and RepDistiller (0.02) for their formulas."""
+    """γ = 0.4 and P = 2 from the paper; the weights of Knowledge-Distillation-Zoo (100) and RepDistiller (0.02) by variant."""
 
-    weight: NonNegative = Field(100.0, description="of the method's loss; default 0.02 for variant repdistiller")
+    weight: NonNegative = Field(100.0, description="weight of the method's loss; default 0.02 for variant repdistiller")
     variant: Literal["paper", "repdistiller"] = Field(
-        "paper", description="the loss: paper, the kernel of all pairs; repdistiller, neighbours embedded"
+        "paper", description="paper: kernel of all pairs of samples; repdistiller: embedded neighbors"
     )
-    gamma: Positive = Field(0.4, description="of the paper's Gaussian kernel")
+    gamma: Positive = Field(0.4, description="γ of the paper's Gaussian kernel")
     order: Natural = Field(2, description="P, the last power of the paper's Taylor series")
-    embedding: Count = Field(128, description="features of repdistiller's linear maps")
+    embedding: Count = Field(128, description="output features of repdistiller's linear layers")
 
     @model_validator(mode="before")
     @classmethod
@@ -59,7 +59,7 @@ class CC(Method):
             self.embed_student, self.embed_teacher = (nn.Linear(size, options.embedding) for size in sizes)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`correlation`, a scalar."""
+        """Return `correlation`, a scalar."""
         if self.options.variant == "repdistiller":
             student_BD, teacher_BD = (outputs.features[0].flatten(1) for outputs in (student, teacher))
             difference_NE = batch.all_gather((self.embed_student(student_BD) - self.embed_teacher(teacher_BD)).abs())

@@ -1,14 +1,14 @@
-"""The interface of a distillation method: what it declares, what it is built from, and what it computes in a step.
+"""The interface of a distillation method: what it declares, how it is built, and what it computes in a step.
 
-A method is an `nn.Module`, a subclass of `Method`. Its `forward` turns the outputs of student and teacher into named loss terms.
-Its parameters are trained with the student under the same DDP, saved in the checkpoint, and not part of the exported student. Its
-buffers are what it remembers between steps: saved in the checkpoint, and equal on all ranks.
+A method is an `nn.Module`, a subclass of `Method`. Its `forward` turns student and teacher outputs into named loss terms. Its
+parameters are trained with the student under the same DDP and saved in the checkpoint, but not exported. Its buffers hold state
+between steps; they are saved in the checkpoint and equal on all ranks.
 
-A term is either (B,), one loss per sample of this rank, or a scalar, the loss of the whole global batch, computed from
+A term is either (B,), one loss per sample of this rank, or a scalar: the loss of the whole global batch, computed from
 `MethodBatch.all_gather` and equal on every rank. So N workers compute what one would. docs/own-method.md has an example.
 
-Shapes: B samples of this rank (maybe none), N samples of the global batch in the order of ranks, C channels, H W pixels,
-K classes, M training samples.
+Shapes: B samples of this rank (maybe 0), N samples of the global batch in rank order, C channels, H W pixels, K classes,
+M training samples.
 """
 
 from collections.abc import Callable
@@ -28,28 +28,29 @@ from trainables.rules import Requirements as Requirements  # what a method decla
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """The outputs of one model for a batch, in float32 or wider."""
+    """One model's outputs for a batch, in float32 or wider."""
 
     logits: Tensor | None
-    """(B, K); None for a method that declares `Requirements.logits` False."""
+    """(B, K); None for a method that declares `Requirements(logits=False)`."""
     features: tuple[Tensor, ...] = ()
-    """The activations at the method's taps, in the order of the taps, each (B, …). The student's have gradients, the teacher's
-    none."""
+    """The activations at the method's taps, in tap order, each (B, …). Only the student's have gradients."""
 
     @property
     def logits_BK(self) -> Tensor:
-        """The logits. Raises ExperimentError: the method declares that it reads none."""
+        """The logits. Raises ExperimentError: the method declares `Requirements(logits=False)`."""
         if self.logits is None:
-            raise ExperimentError("distill.method: it reads logits and declares Requirements(logits=False): leave that out")
+            raise ExperimentError(
+                "distill.method: it reads logits but declares Requirements(logits=False): remove that declaration"
+            )
         return self.logits
 
     def logits_at(self, temperature: float) -> Tensor:
-        """The logits (B, K) to divide by `temperature`: `logits_BK`, but for an ensemble, whose softmax there is the mean of its
-        models'."""
+        """Return the logits (B, K) to divide by `temperature`. They are `logits_BK`, except for an ensemble: the softmax of its
+        quotient is the mean of its models' softmaxes."""
         return self.logits_BK
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """These outputs with each tensor replaced by what `function` makes of it."""
+        """Apply `function` to each tensor."""
         logits = None if self.logits is None else function(self.logits)
         return replace(self, logits=logits, features=tuple(map(function, self.features)))
 
@@ -59,145 +60,144 @@ class MethodBatch:
     """The batch that both models ran on."""
 
     images_BCHW: Tensor
-    """Augmented pixels in [0, 1]: a network of the method's own gets
-    them through `trainables.models.pixels.take_pixels`."""
+    """Augmented pixels in [0, 1]. Feed them to a network of the method's own with `trainables.models.pixels.take_pixels`."""
     labels_B: Tensor
-    """int64; -1 for an image without a label, which a method with `Requirements.hard_labels` never meets."""
+    """int64; -1 for an unlabeled image, which a method with `Requirements.hard_labels` never gets."""
     views_B: Tensor
-    """int64: the index of each image, and which repeat of it this is, see `trainables.data.order.REPEAT`."""
+    """int64: each image's index combined with its repeat number, see `trainables.data.order.REPEAT`."""
     epoch: float
-    """Epochs since the stage began, with the fraction of the current one."""
+    """Epochs since the stage began, including the fraction of the current one."""
     gather: Gather
-    """What `all_gather` calls."""
+    """Implements `all_gather`."""
 
     @property
     def indices_B(self) -> Tensor:
-        """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
-        return self.views_B % REPEAT  # on demand: a launch that few methods need
+        """Dataset-wide int64 indices: an image has the same index in every epoch and on any number of workers."""
+        return self.views_B % REPEAT  # computed on demand: few methods need this kernel launch
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, (N, …), for this rank's (B, …). Gradients flow into this rank's rows."""
+        """Gather this rank's rows (B, …) to those of all ranks, (N, …). Gradients flow into this rank's rows."""
         return self.gather(rows)
 
     def all_gather_many(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`all_gather` of several tensors in one collective call: ranks wait for each other once."""
+        """Gather several tensors as `all_gather` does, in one collective call."""
         return self.gather.all_gather_many(*tensors)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model, as a method is built for it."""
+    """The model that a method is built for."""
 
     model: nn.Module
-    """The bare model. To keep a part of it, put that part into a tuple, so that it does not become a submodule of the method."""
+    """The bare model. To keep a part of it, store that in a tuple, so that it does not become a submodule of the method."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """The shapes of the features at the method's taps, without the batch dimension."""
+    """Shapes of the features at the method's taps, without the batch dimension."""
     name: str = ""
     """The model's name for `trainables.models.registry.build_model`."""
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a method is built from."""
+    """The arguments that a method is built from."""
 
     student: ModelSpec
     teacher: ModelSpec | None
-    """None: there is no teacher, or the method reads no taps of one that is cached or served."""
+    """None if there is no teacher, or if it is cached or served and the method reads no taps of it."""
     num_classes: int
     labels_M: Tensor
-    """The label of each training sample, by its index: int64 on the CPU."""
+    """The label of each training sample by index: int64, on the CPU."""
     input: ModelInput
-    """What the student takes; models get pixels, see `trainables.models.model_input`."""
+    """The student's input format; models get pixels, see `trainables.models.model_input`."""
     global_batch_size: int
-    """Samples of a step over all ranks; the last step of an epoch may have fewer."""
+    """Samples per step over all ranks; the last step of an epoch may have fewer."""
     seed: int
     epochs: int
-    """The length of the stage."""
+    """The stage's number of epochs."""
     group: Group
     init_stage: bool = False
-    """Whether it is built for its init stage, which trains `init_terms`."""
+    """Whether the method is built for its init stage, which trains `init_terms`."""
 
     @property
     def image_size(self) -> int:
-        """Height and width of the pixels that a step has."""
+        """Height and width of a step's images in pixels."""
         return self.input.image_size
 
 
 class Method(nn.Module):
-    """A distillation method. A subclass defines `terms` and `forward`, and overrides the other members where it needs to.
+    """A distillation method. A subclass defines `terms` and `forward`, and overrides other members as needed.
 
-    `forward` runs on every rank in every step, also on a rank without samples, in float32 (float64 in a float64 job) outside
-    autocast. It must not wait for the device: no `.item()`, no shape that depends on values. Buffers change in training mode
-    only. Batch norms of the method's own are those of `trainables.distributed.batch_norm`.
+    `forward` runs on every rank in every step, even on a rank without samples, in float32 (float64 in a float64 job) outside
+    autocast. It must not synchronize with the device: no `.item()`, no data-dependent shapes. Buffers may change in training
+    mode only. Batch norms of its own must come from `trainables.distributed.batch_norm`.
     """
 
     Options: ClassVar[type[MethodOptions]] = MethodOptions
-    """The options of `distill.options`, with their defaults."""
+    """The type of the method's `distill.options`, with defaults."""
     terms: ClassVar[tuple[str, ...]]
     """The names of the terms that `forward` returns."""
     taps: ClassVar[tuple[str, ...]] = ()
-    """Where student and teacher are read, unless the options `student_taps` or `teacher_taps` say otherwise; see
+    """Default taps of student and teacher; the options `student_taps` and `teacher_taps` override them. See
     `trainables.models.taps`."""
     init_terms: ClassVar[tuple[str, ...]] = ()
-    """The names of the terms that `init_loss` returns; empty: the method has no init stage. Else its `Options` are
-    `InitStageOptions`."""
+    """The names of the terms that `init_loss` returns; empty if the method has no init stage. With one, its `Options` are a
+    subclass of `InitStageOptions`."""
     requires: ClassVar[Requirements] = Requirements()
     task_weight: ClassVar[float] = 1.0
-    """The weight of the labels' cross-entropy, where the user sets none."""
+    """The default weight of the labels' cross-entropy."""
     idle_with_two_classes: ClassVar[str] = ""
-    """Which of its terms teaches nothing of two classes, for the note that says so."""
+    """The term that is zero for two classes, named in the notice about it."""
 
     projects_embedding = False
-    """Whether `project_embedding` is there: an evaluation then has its `cosine`."""
+    """Whether the method has `project_embedding`; an evaluation then reports its `cosine`."""
 
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
-        """Build the method's modules, on the CPU in float32. torch's generator is seeded for the method.
+        """Build the method's modules on the CPU in float32. torch's generator is seeded for the method.
 
         Raises ExperimentError: the models do not fit the method.
         """
         super().__init__()
         self.options = options
-        """The user's options. A subclass whose `Options` are its own declares their type: `options: MyOptions`."""
+        """The user's options. A subclass with its own `Options` annotates the type: `options: MyOptions`."""
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """The terms by name, each (B,) or a scalar, without the method's `weight`.
+        """Return the terms by name, each (B,) or a scalar, without the method's `weight`.
 
-        A method that requires no teacher gets the student's outputs, detached, as `teacher`.
+        A method that requires no teacher gets the student's detached outputs as `teacher`.
         """
         raise NotImplementedError
 
     def task_logits(self, student: ModelOutputs) -> Tensor | None:
-        """The logits (B, K) that learn the labels in training, of a student with several heads; None: its output."""
+        """Return the logits (B, K) that learn the labels, for a student with several heads; None for the student's output."""
         return None
 
     def project_embedding(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
-        """The embeddings (B, D) that it compares: the student's, as its head projects them, and the teacher's."""
+        """Return the embeddings (B, D) to compare: the student's after the method's head, and the teacher's."""
         raise NotImplementedError
 
     def calibrate(self, teacher: ModelOutputs) -> None:
-        """Take statistics of the teacher's outputs for images of this rank (maybe none), before the first step and without
-        gradients: for a method whose `Options.calibration_images` are above 0. A timing run has no such images."""
+        """Update statistics with the teacher's outputs for images of this rank (maybe none). Called before the first step and
+        without gradients if `Options.calibration_images` is above 0, but not in a timing run."""
         raise NotImplementedError
 
     def end_calibration(self) -> None:
-        """Turn the statistics of all ranks into buffers; rank 0's are then copied to the others."""
+        """Combine the statistics of all ranks into buffers; rank 0's are then broadcast."""
         raise NotImplementedError
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """The terms of the init stage, under the names of `init_terms`; otherwise as `forward`.
+        """Return the init stage's terms, named by `init_terms`; otherwise like `forward`.
 
-        They have weight 1, or the option `weight` where the method has no `terms`. That stage is a job of its own, for which the
-        method is built too; the stage after it begins with the student, and with the parameters and buffers of methods with
+        Their weight is 1, or the option `weight` if the method has no `terms`. The init stage is a separate job with its own
+        instance of the method. The next stage starts from its student, and from the parameters and buffers of methods with
         `terms`.
         """
         raise NotImplementedError
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        """The parameters that the init stage trains: by default the method's own. `student` is the bare student, of which what
-        is not trained runs in eval mode."""
+        """Return the parameters that the init stage trains, by default the method's own. Modules of `student`, the bare student,
+        without any of them run in eval mode."""
         return list(self.parameters())
 
 
 def mean_per_sample(values: Tensor) -> Tensor:
-    """The mean of each sample's values: (B, …) to (B,), also for B = 0."""
+    """Average each sample's values: (B, …) to (B,), also for B = 0."""
     return values.flatten(1).mean(1) if values.ndim > 1 else values

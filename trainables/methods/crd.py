@@ -1,18 +1,18 @@
 """Contrastive representation distillation, CRD: Tian, Krishnan and Isola 2020 (ICLR), equations 10 to 19.
 
-A trained linear map of each model turns its features into an embedding v = unit(W·f + b) of E = 128 numbers. Two memories hold
-one embedding of every training sample, the student's and the teacher's. A sample's v is compared with entries of the other
-model's memory: its own, and K of other classes, the negatives. With P = exp(v·entry/τ)/Z and c = K/M,
+A trained linear layer for each model embeds its features as v = unit(W·f + b) with E = 128 values. Two memory banks, the
+student's and the teacher's, have one embedding of every training sample. A sample's v is compared with entries of the other
+model's memory: its own, and K negatives of other classes. With P = exp(v·entry/τ)/Z and c = K/M,
 
     L_i = −log(P_own/(P_own + c + ε)) − Σ_k log(c/(P_k + c + ε)),  ε = 1e-7,
 
-for the student's v and for the teacher's. Z is M times the mean of exp(v·entry/τ) over the first batch, and stays. Entries start
-uniform in ±√(3/E); after a batch is scored, its entries become unit(½·entry + ½·v). All this is RepDistiller's and mdistiller's,
-in their mode `exact`, which draws the negatives without repeats.
+for the student's v and for the teacher's. Z is M times the mean of exp(v·entry/τ) over the first batch and then stays fixed.
+Entries start uniform in ±√(3/E); after a batch is scored, its entries become unit(½·entry + ½·v). This follows RepDistiller and
+mdistiller in their mode `exact`, which draws negatives without replacement.
 
-Deviation: the negatives of a sample are a function of (seed, epoch, sample), so that any number of workers and a resumed job draw
-the same. The samples of other classes, in an order that begins at a random one, are cut into K equal parts, and one of each is
-drawn: each sample is as likely as in a draw without repeats. Of equal indices in a batch the last counts.
+Deviation: a sample's negatives are a function of (seed, epoch, sample), so that they do not depend on the number of workers or on
+resuming. The samples of other classes, rotated to a random start, are cut into K equal parts, and one is drawn from each: each
+sample is as likely as in a draw without replacement. If a batch repeats an index, the last one counts.
 
 Shapes: B samples of this rank, N of the global batch, M training samples, E embedded features, K negatives, X = 1 + K.
 """
@@ -34,7 +34,7 @@ _EPSILON = 1e-7
 
 
 class CRDOptions(MethodOptions):
-    """The paper's for CIFAR-100, which are RepDistiller's."""
+    """The paper's defaults for CIFAR-100, which are RepDistiller's."""
 
     weight: NonNegative = 0.8
     negatives: Count = Field(16384, description="K, entries of other classes that a sample is compared with")
@@ -59,9 +59,9 @@ class CRD(Method):
     _counts_C: Tensor
 
     def __init__(self, options: CRDOptions, context: BuildContext) -> None:
-        """The memories are (M, E) each, in the checkpoint and on the device.
+        """Create the memories, (M, E) each, which are saved in the checkpoint and lie on the device.
 
-        Raises ExperimentError: several features are named, or there is one class, so that no sample has a negative.
+        Raises ExperimentError: several taps are named, or there is only one class, so that no sample has a negative.
         """
         super().__init__(options, context)
         self._seed = context.seed
@@ -81,7 +81,7 @@ class CRD(Method):
         self.register_buffer("_counts_C", counts_C, persistent=False)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`student`: the student's embedding against the teacher's memory, and `teacher`, of each sample, (B,)."""
+        """Return the losses of each sample, (B,): `student` against the teacher's memory, and `teacher` against the student's."""
         embedded = [
             unit(embed(outputs.features[0].flatten(1)))
             for embed, outputs in ((self.embed_student, student), (self.embed_teacher, teacher))
@@ -109,9 +109,9 @@ class CRD(Method):
         }
 
     def entries(self, indices_B: Tensor, labels_B: Tensor, epoch: int) -> Tensor:
-        """The entries that each sample is compared with, (B, 1 + K): its own, then K of other classes than its label.
+        """Return the entries to compare each sample with, (B, 1 + K): its own, then K of other classes than its label.
 
-        Without repeats where other classes have K samples or more; else each comes equally often, or once more than another.
+        There are no repeats if other classes have at least K samples; otherwise the counts of repeats differ by at most one.
         """
         negatives = self.options.negatives
         random_BX = Draws(self._seed, epoch, indices_B).uniforms("crd", negatives + 1)
@@ -127,16 +127,16 @@ class CRD(Method):
         return torch.cat([indices_B[:, None], self._order_M[positions_BK]], dim=1)
 
     def _exponentials(self, v_BE: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> Tensor:
-        """exp(v·entry/τ), (B, X). It computes all M products: less memory and time than copying the entries for each sample."""
+        """Compute exp(v·entry/τ), (B, X), from all M products, which is cheaper than copying the entries for each sample."""
         return ((v_BE @ memory_ME.T).gather(1, entries_BX) / self.options.temperature).exp()
 
     def _normalizers(self, sums_N2: Tensor) -> Tensor:
-        """Z of student and teacher, (2,): those of the first batch, which this one may be."""
+        """Return Z of student and teacher, (2,), computed from the first batch, which may be this one."""
         first_2 = sums_N2.sum(0) * (len(self._order_M) / max(len(sums_N2) * (self.options.negatives + 1), 1))
         return torch.where(self.normalizers_2 > 0, self.normalizers_2, first_2)
 
     def _contrast(self, p_BX: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> tuple[Tensor, Tensor]:
-        """L of each sample and its gradient with respect to v, computed here: the memory has changed when backward runs."""
+        """Compute L of each sample and its gradient with respect to v here, as the memory has changed when backward runs."""
         c = self.options.negatives / len(memory_ME)
         h_BX = p_BX / (p_BX + c + _EPSILON)
         loss_B = ((p_BX[:, 1:] + _EPSILON) / c).log1p().sum(1) - h_BX[:, 0].log()

@@ -2,11 +2,11 @@
 
 With y = softmax(z/τ) and Pearson's correlation ρ(a, b) = cos(a − mean(a), b − mean(b)):
 
-- L_inter: the mean over samples i of 1 − ρ(y_s[i, :], y_t[i, :]), how a sample's classes relate;
-- L_intra: the mean over classes k of 1 − ρ(y_s[:, k], y_t[:, k]), how the batch's samples relate in a class.
+- L_inter: the mean over samples i of 1 − ρ(y_s[i, :], y_t[i, :]), the relation of a sample's classes;
+- L_intra: the mean over classes k of 1 − ρ(y_s[:, k], y_t[:, k]), the relation of the batch's samples in a class.
 
-L = τ²·(β·L_inter + γ·L_intra), τ² as in the authors' code for classification. As there, 1e-8 is added to the product of the two
-norms: it matters where probabilities are small, as with many classes, or for a class that the batch lacks.
+L = τ²·(β·L_inter + γ·L_intra), with τ² as in the authors' code for classification. As there, 1e-8 is added to the product of the
+norms, which matters for small probabilities: with many classes, or for a class that the batch lacks.
 
 Shapes: B samples of this rank, N of the global batch, K classes.
 """
@@ -21,7 +21,7 @@ from trainables.methods.logits import LogitOptions
 
 
 class DISTOptions(LogitOptions):
-    """The paper's: β = γ = 2; τ = 4 for CIFAR-100, 1 for ImageNet."""
+    """The paper's values: β = γ = 2; τ = 4 for CIFAR-100, 1 for ImageNet."""
 
     beta: NonNegative = Field(2.0, description="weight of the classes' relation within a sample")
     gamma: NonNegative = Field(2.0, description="weight of the samples' relation within a class")
@@ -37,7 +37,7 @@ class DIST(Method):
     idle_with_two_classes = "inter has hardly a gradient"
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`inter` of each sample, (B,), and `intra`, a scalar, with their weights and τ² in them."""
+        """Return `inter` of each sample, (B,), and `intra`, a scalar, both multiplied by their weight and τ²."""
         options, temperature = self.options, self.options.temperature
         student_BK, teacher_BK = ((z_BK / temperature).softmax(1) for z_BK in options.logits(student, teacher, temperature))
         inter_B = 1 - correlations(student_BK, teacher_BK)
@@ -48,9 +48,9 @@ class DIST(Method):
 
 
 def correlations(a_RD: Tensor, b_RD: Tensor) -> Tensor:
-    """Pearson's correlation of each row of one with that of the other, (R,).
+    """Compute Pearson's correlation of each row of `a_RD` with that of `b_RD`, (R,).
 
-    It is 0 where a row is constant, and has no gradient there: that of the formula is of the size of 1e8.
+    For a constant row it is 0 without a gradient, as the formula's would be about 1e8.
     """
     (a_RD, varies_R), (b_RD, _) = _centred(a_RD), _centred(b_RD)
     norms_R: Tensor = torch.linalg.vector_norm(a_RD, dim=1) * torch.linalg.vector_norm(b_RD, dim=1)
@@ -59,7 +59,7 @@ def correlations(a_RD: Tensor, b_RD: Tensor) -> Tensor:
 
 
 def _centred(rows_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows less their means, and which of them are more than rounding then, (R,)."""
+    """Center the rows, and return which of them are larger than rounding errors afterwards, (R,)."""
     centred_RD = rows_RD - rows_RD.sum(1, keepdim=True) / max(rows_RD.shape[1], 1)
     sizes_R, were_R = (torch.linalg.vector_norm(x.detach(), dim=1) for x in (centred_RD, rows_RD))
     return centred_RD, sizes_R > 4 * torch.finfo(rows_RD.dtype).eps * were_R

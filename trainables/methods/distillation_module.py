@@ -1,4 +1,4 @@
-"""The student and the auxiliary modules of its methods as one module: one forward pass, one DDP, one set of gradients.
+"""Combines the student and its methods' auxiliary modules into one module, with one forward pass under one DDP.
 
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
@@ -23,20 +23,20 @@ class DistillationOutputs:
     """The student's logits for a batch, and the loss terms of its methods."""
 
     logits_BK: Tensor
-    """In float32 or wider; of a student without a classifier its pooled features."""
+    """In float32 or wider; pooled features for a student without a classifier."""
     aux: tuple[tuple[float, Tensor], ...]
     """Weight and logits (B, K) of each auxiliary head."""
     terms: dict[str, dict[str, Tensor]]
     """Method → its terms, see `Method`."""
     student: Mapping[str, ModelOutputs] = field(default_factory=dict)
-    """Method → what it reads of the student, in an evaluation."""
+    """Method → the student outputs that it reads; empty in training."""
 
 
 class DistillationModule(nn.Module):
-    """Student and methods. With several ranks it is called through DDP: gradients come only from its forward pass.
+    """The student and its methods. With several ranks it is called through DDP, so gradients come only from its forward pass.
 
-    In an init stage its losses are the methods' `init_loss`, and `init_parameters` is all that is trained. An `epoch` counts from
-    the stage's start and may have a fraction.
+    An init stage uses the methods' `init_loss` and trains only `init_parameters`. An `epoch` counts from the stage's start and
+    may have a fraction.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class DistillationModule(nn.Module):
         self.methods = nn.ModuleDict(dict(methods or {}))
         self.task_weight, self.dropping = task_weight, dropping
         self.teachers = teachers or {}
-        """Method → the number of its teacher, where each of several has a method of its own."""
+        """Method → number of its teacher, if each of several teachers has its own method."""
         self._reader, self._epochs = reader, epochs
         self._init_stage = init_stage
-        self._started = self.methods_by_name
+        self._active = self.methods_by_name
 
     def forward(
         self, images_BCHW: Tensor, batch: MethodBatch | None = None, teacher: Mapping[str, ModelOutputs] | None = None
     ) -> DistillationOutputs:
-        """The outputs for the samples of `batch`, which are the first of `images_BCHW`; a rank without samples runs blank images.
+        """Compute the outputs for the samples of `batch`, the first rows of `images_BCHW` (a rank without samples runs blanks).
 
-        `teacher`: method → the teacher's outputs, of the methods that read one.
+        `teacher` maps each method that reads a teacher to the teacher's outputs.
         """
         num_rows = len(images_BCHW) if batch is None else len(batch.labels_B)
         terms: dict[str, dict[str, Tensor]] = {}
@@ -77,7 +77,7 @@ class DistillationModule(nn.Module):
             output, student = self.read(images_BCHW, num_rows)
             logits_BK, aux = logits_and_aux(output)
             with torch.autocast(images_BCHW.device.type, enabled=False):
-                for key, method in self._started.items():
+                for key, method in self._active.items():
                     loss = method.init_loss if self._init_stage else method
                     reference = teacher[key] if teacher and key in teacher else student[key].map(Tensor.detach)
                     terms[key] = loss(student[key], reference, batch)
@@ -87,7 +87,7 @@ class DistillationModule(nn.Module):
         return DistillationOutputs(at_least_float32(logits_BK[:num_rows]), aux, terms, {} if self.training else student)
 
     def read(self, images_BCHW: Tensor, num_rows: int) -> tuple[Any, Mapping[str, ModelOutputs]]:
-        """The student's output, and what each method reads of its first rows."""
+        """Return the student's output, and the `ModelOutputs` of the first `num_rows` samples for each method."""
         if self._reader is None:
             return self.student(images_BCHW), {}
         with self._reader.capture():
@@ -96,12 +96,12 @@ class DistillationModule(nn.Module):
 
     @property
     def classifies(self) -> bool:
-        """Whether the student has a classifier, and learns labels."""
+        """Whether the student has a classifier and learns labels."""
         return has_classifier(self.student)
 
     @property
     def tapped_modules(self) -> frozenset[str]:
-        """The paths of the student's modules that methods read."""
+        """Paths of the student's modules that methods read."""
         return self._reader.modules if self._reader is not None else frozenset()
 
     @property
@@ -109,16 +109,16 @@ class DistillationModule(nn.Module):
         return {key: cast(Method, method) for key, method in self.methods.items()}
 
     def begin_epoch(self, epoch: int) -> None:
-        """Set training mode, in an init stage with the methods whose part of it has begun, which come later where it is shorter.
+        """Set training mode, but eval mode for modules of the student without trained parameters.
 
-        What of the student is not trained runs in eval mode.
+        In an init stage also activate the methods that have started: all end together, so those with fewer epochs start later.
         """
         self.train()
         trained = frozenset(p for p in self.student.parameters() if p.requires_grad)
         if self._init_stage:
             lengths = {key: init_epochs(method.options) for key, method in self.methods_by_name.items()}
-            begun = max(lengths.values()) - epoch
-            self._started = {key: method for key, method in self.methods_by_name.items() if lengths[key] >= begun}
+            epochs_left = max(lengths.values()) - epoch
+            self._active = {key: method for key, method in self.methods_by_name.items() if lengths[key] >= epochs_left}
             trained = frozenset(self.init_parameters)
         for module in self.student.modules():
             if (own := list(module.parameters())) and trained.isdisjoint(own):
@@ -126,22 +126,22 @@ class DistillationModule(nn.Module):
 
     @property
     def init_parameters(self) -> list[nn.Parameter]:
-        """What the methods train in an init stage whose part of it has begun."""
-        parameters = [p for method in self._started.values() for p in method.init_stage_parameters(self.student)]
+        """The parameters that the active methods train in an init stage."""
+        parameters = [p for method in self._active.values() for p in method.init_stage_parameters(self.student)]
         return list(dict.fromkeys(parameters))
 
     def weights(self, epoch: float) -> dict[str, float]:
-        """The weight of the task (`task`) and of each method. For those of an init stage see `Method.init_loss`."""
+        """Return the weight of the task loss (`task`) and of each method. See `Method.init_loss` for those of an init stage."""
         methods = self.methods_by_name.items()
         if self._init_stage:
             return {"task": 0.0, **{key: 1.0 if m.terms else m.options.weight for key, m in methods}}
         return {"task": self.task_weight, **{key: m.options.weight_at(epoch, self._epochs) for key, m in methods}}
 
     def check_terms(self, terms: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Refuse a method that returns other terms than it declares: some would be trained and never recorded, and a scalar would
-        count once for each micro-batch.
+        """Check that each method returns the terms that it declares. Undeclared ones would be trained but never recorded, and an
+        undeclared scalar would count once per micro-batch.
 
-        Raises ExperimentError: one line, the same on every rank.
+        Raises ExperimentError: the same on every rank.
         """
         for key, returned in terms.items():
             declared = self._declared(key)
@@ -149,18 +149,18 @@ class DistillationModule(nn.Module):
                 function, names = ("init_loss", "init_terms") if self._init_stage else ("forward", "terms")
                 raise ExperimentError(
                     f"distill.method: {key} {describe_terms(returned, declared)}:"
-                    f" give what {function} returns the names in {names}"
+                    f" make {function} return exactly the names in {names}"
                 )
             scalars = [name for name, term in returned.items() if not term.ndim]
             if scalars and not self.methods_by_name[key].requires.whole_batch:
                 raise ExperimentError(
-                    f"distill.method: {key} returns {scalars[0]} as a scalar, a loss of the global batch: declare requires ="
-                    " Requirements(whole_batch=True), or return one loss per image"
+                    f"distill.method: {key} returns {scalars[0]} as a scalar, which is a loss of the global batch: declare"
+                    " requires = Requirements(whole_batch=True), or return one loss per image"
                 )
             if scalars and self.dropping is not None and key in self.dropping.teachers:
                 raise ExperimentError(
-                    f"distill.teacher_dropping: {key}/{scalars[0]} is one loss of the whole batch, and it drops losses of images:"
-                    " leave it out, or take another method, such as embed"
+                    f"distill.teacher_dropping: {key}/{scalars[0]} is one loss for the whole batch, but it drops losses"
+                    " of single images: leave it out, or choose another method, such as embed"
                 )
 
     def _declared(self, key: str) -> tuple[str, ...]:
@@ -170,15 +170,15 @@ class DistillationModule(nn.Module):
 
     @property
     def term_names(self) -> tuple[str, ...]:
-        """`method/term` of every term, in order."""
+        """`method/term` for every term, in order."""
         return tuple(f"{key}/{term}" for key in self.methods for term in self._declared(key))
 
     @property
-    def later_terms(self) -> frozenset[str]:
-        """Those of `term_names` whose methods have not begun."""
-        return frozenset(f"{key}/{term}" for key in self.methods if key not in self._started for term in self._declared(key))
+    def inactive_terms(self) -> frozenset[str]:
+        """The `term_names` of methods that have not started yet in an init stage."""
+        return frozenset(f"{key}/{term}" for key in self.methods if key not in self._active for term in self._declared(key))
 
 
 def describe_terms(returned: Collection[str], declared: Collection[str]) -> str:
-    """The terms that a method returns and those that it declares, as a part of a message."""
+    """Describe the returned and declared terms as part of an error message."""
     return f"returns {', '.join(returned) or 'none'} and declares {', '.join(declared) or 'none'}"

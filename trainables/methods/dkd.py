@@ -18,7 +18,7 @@ from trainables.methods.logits import LogitOptions, divergence, soften, without_
 
 
 class DKDOptions(LogitOptions):
-    """α = 1 and β = 8 are what the authors publish as the default for CIFAR-100 (the paper tunes β by pair)."""
+    """The authors' published defaults for CIFAR-100, α = 1 and β = 8 (the paper tunes β for each pair)."""
 
     alpha: NonNegative = Field(1.0, description="weight of the target's part, TCKD")
     beta: NonNegative = Field(8.0, description="weight of the part of the other classes, NCKD")
@@ -35,13 +35,13 @@ class DKD(Method):
     idle_with_two_classes = "nckd is 0"
 
     def __init__(self, options: DKDOptions, context: BuildContext) -> None:
-        """Raises ExperimentError where there is one class, so that a sample has no other."""
+        """Raises ExperimentError: there is only one class."""
         super().__init__(options, context)
         if context.num_classes < 2:
-            raise ExperimentError("distill.method: dkd compares a sample's class with the others, and the data has only one")
+            raise ExperimentError("distill.method: dkd compares a sample's class with the others, but the data has only one")
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`tckd` and `nckd` of each sample, (B,), with their weights and T² in them."""
+        """Return `tckd` and `nckd` of each sample, (B,), multiplied by their weight and T²."""
         options = self.options
         student_BK, teacher_BK = options.logits(student, teacher, options.temperature)
         return dkd_terms(student_BK, teacher_BK, batch.labels_B, options.temperature, alpha=options.alpha, beta=options.beta)
@@ -50,7 +50,7 @@ class DKD(Method):
 def dkd_terms(
     student_BK: Tensor, teacher_BK: Tensor, labels_B: Tensor, temperature: float, *, alpha: float = 1.0, beta: float = 8.0
 ) -> dict[str, Tensor]:
-    """`tckd`: T²·α·TCKD and `nckd`: T²·β·NCKD of each sample, (B,), float32 or wider. K is at least 2."""
+    """Return `tckd`, T²·α·TCKD, and `nckd`, T²·β·NCKD, of each sample, (B,), in float32 or wider. K must be at least 2."""
     student_B2, student_BJ = _split(soften(student_BK, temperature), labels_B)
     teacher_B2, teacher_BJ = _split(soften(teacher_BK, temperature), labels_B)
     scale = temperature**2
@@ -58,10 +58,10 @@ def dkd_terms(
 
 
 def _split(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of (target, all others together), (B, 2), and of each other class, (B, J).
+    """Return logits of (target, all others together), (B, 2), and of each other class, (B, J).
 
-    The softmax of the first is (p_target, 1 - p_target), since the others' joint logit is their log-sum-exp: nothing is
-    subtracted from 1, so a dominating class loses no digits.
+    The softmax of the first is (p_target, 1 - p_target), as the others' joint logit is their log-sum-exp. Nothing is subtracted
+    from 1, so a dominating class loses no digits.
     """
     others_BJ = without_target(logits_BK, labels_B)
     target_B1 = logits_BK.gather(1, labels_B.unsqueeze(1))

@@ -1,12 +1,12 @@
 """Deep mutual learning: Zhang, Xiang, Hospedales and Lu 2018 (CVPR), equations 3 to 8, for two networks.
 
-L₁ = CE(p₁, y) + KL(p₂ ‖ p₁) and L₂ = CE(p₂, y) + KL(p₁ ‖ p₂), each network taking the other's output as a constant. The
-cross-entropy of the first, the student, is the task's. Deviation: the paper updates one network and runs it again for the
-other's loss; here, as in most codes, both losses are of the same parameters, from one forward pass of each.
+L₁ = CE(p₁, y) + KL(p₂ ‖ p₁) and L₂ = CE(p₂, y) + KL(p₁ ‖ p₂), with the other network's output detached. The cross-entropy of the
+first, the student, is the task's. Deviation: the paper updates one network and runs it again for the other's loss; here, as in
+most implementations, both losses use one forward pass of each network.
 
-The peer is an auxiliary module: trained with the student, in the checkpoint, not exported. It runs in float32 (float64 in a
-float64 job), also where the student runs in bf16 or fp16, and is not compiled. Its batch norms look at the samples of all workers
-where the student's do. The method's `weight` weighs also what the peer learns.
+The peer is an auxiliary module: trained with the student and saved in the checkpoint, but not exported. It runs in float32
+(float64 in a float64 job), even if the student runs in bf16 or fp16, and is not compiled. Its batch norms are synchronized if the
+student's are. The method's `weight` also scales the peer's losses.
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -26,10 +26,10 @@ from trainables.models.registry import build_model
 
 
 class DMLOptions(MethodOptions):
-    """The paper's: T = 1, and equal weights."""
+    """The paper's values: T = 1, and equal weights."""
 
     peer: str | None = Field(
-        None, min_length=1, description="the other network's model; absent: the student's, begun differently"
+        None, min_length=1, description="the other network's model; absent: the student's, initialized differently"
     )
     temperature: Positive = Field(1.0, description="T, by which logits are divided")
 
@@ -51,14 +51,14 @@ class DML(Method):
             raise ExperimentError(f"distill.options.dml.peer: {error}") from error
         take_pixels(peer, context.input)
         self.peer = convert(peer, context.group) if has_global_batch_norm(context.student.model) else peer
-        # A batch norm of this rank's samples needs some: two blank images, which count for nothing.
-        self._blanks = 0 if accepts_empty_batches(self.peer) else 2
+        # Other batch norms fail on an empty batch: use two blank images, whose outputs are dropped.
+        self._dummy_batch_size = 0 if accepts_empty_batches(self.peer) else 2
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`student_kl`, `peer_ce` and `peer_kl` of each sample, (B,)."""
+        """Return `student_kl`, `peer_ce` and `peer_kl` of each sample, (B,)."""
         rows, images_BCHW = len(batch.labels_B), batch.images_BCHW
         if not rows:
-            images_BCHW = images_BCHW.new_zeros((self._blanks, *images_BCHW.shape[1:]))
+            images_BCHW = images_BCHW.new_zeros((self._dummy_batch_size, *images_BCHW.shape[1:]))
         peer_BK, aux = logits_and_aux(self.peer(images_BCHW))
         peer_BK, temperature = peer_BK[:rows], self.options.temperature
         peer_ce_B = F.cross_entropy(peer_BK, batch.labels_B, reduction="none")

@@ -1,19 +1,19 @@
-"""Imitation of features, as AM-RADIO does it: Ranzinger, Heinrich, Kautz and Molchanov 2024 (CVPR), "AM-RADIO: Agglomerative
+"""Feature imitation as in AM-RADIO: Ranzinger, Heinrich, Kautz and Molchanov 2024 (CVPR), "AM-RADIO: Agglomerative
 Vision Foundation Model", equations 2 and 3.
 
-A head takes the student's embedding of an image to the teacher's width, another one each position of its map. With cos the cosine
-of two vectors and smooth L1 the mean over their numbers, the losses are
+One head projects the student's image embedding to the teacher's width, another one each position of its map. With cos the cosine
+of two vectors and smooth L1 the mean over their values, the losses are
 
-- `radio`: 1 − cos of the embeddings, 0.9·(1 − cos) + 0.1·(smooth L1) of the positions, whose mean counts;
+- `radio`: 1 − cos of the embeddings, and the mean over positions of 0.9·(1 − cos) + 0.1·(smooth L1);
 - `unic`: ½·(1 − cos) + ½·(smooth L1) of both: Sariyildiz, Weinzaepfel, Lucas, Larlus and Kalantidis 2024 (ECCV), "UNIC";
-- `mse`: the mean of the squared differences; `cosine`: 1 − cos; `normalized_mse`: ‖s/‖s‖ − t/‖t‖‖², as BYOL has it.
+- `mse`: the mean of the squared differences; `cosine`: 1 − cos; `normalized_mse`: ‖s/‖s‖ − t/‖t‖‖², as in BYOL.
 
-A head has `layers` linear layers with layer norm and GELU between them. It belongs to the method: the exported student has none.
-Maps of two sizes are compared at the smaller one. The teacher's features may be standardized first (`standardize_features`), by a
-mean and covariance that are computed before the first step; `layer_norm` needs none.
+A head has `layers` linear layers with layer norm and GELU between them. It is part of the method and not exported. Maps of
+different sizes are compared at the smaller one. The teacher's features can be standardized first (`standardize_features`), with
+a mean and covariance computed before the first step; `layer_norm` needs none.
 
-With `balance` the loss is divided by its running mean, m ← 0.99·m + 0.01·(mean over the global batch), in the first step by the
-batch's own. It is then about 1, whatever the teacher's width and the scale of its features.
+With `balance` the loss is divided by its running mean, m ← 0.99·m + 0.01·(mean over the global batch), which starts as the first
+batch's mean. The loss is then about 1, whatever the teacher's width and the scale of its features.
 
 Shapes: B batch, D features, H W positions.
 """
@@ -56,13 +56,15 @@ LOSSES: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "cosine": dict.fromkeys(DIMENSIONS, _cosine),
     "normalized_mse": dict.fromkeys(DIMENSIONS, lambda student, teacher: (unit(student) - unit(teacher)).square().sum(-1)),
 }
-"""`loss` → the term → (…, D) of student and teacher to (…)."""
+"""`loss` option → term → function of the student's and the teacher's (…, D) that returns (…)."""
 
 
 class EmbedOptions(ImitationOptions):
     """AM-RADIO's losses and heads."""
 
-    loss: Literal["radio", "unic", "mse", "cosine", "normalized_mse"] = Field("radio", description="of two features, see above")
+    loss: Literal["radio", "unic", "mse", "cosine", "normalized_mse"] = Field(
+        "radio", description="loss function, see trainables.methods.embed"
+    )
     layers: Count = Field(2, description="linear layers of a head; 1: it is linear")
     hidden: Count | None = Field(None, description="width between a head's layers; absent: the teacher's")
     resize: Literal["larger", "student", "teacher"] = Field(
@@ -82,7 +84,7 @@ class EmbedOptions(ImitationOptions):
 
 
 class Embed(Method):
-    """embedding·L(head(student's), teacher's) + map·(the mean of L over positions), L of AM-RADIO or as `loss` says."""
+    """embedding·L(head(student's), teacher's) + map·(mean of L over positions), with L chosen by `loss`."""
 
     Options = EmbedOptions
     options: EmbedOptions
@@ -93,11 +95,11 @@ class Embed(Method):
     mean_loss: Tensor
 
     def __init__(self, options: EmbedOptions, context: BuildContext) -> None:
-        """Raises ExperimentError: the taps are no embedding and no map."""
+        """Raises ExperimentError: the taps are not an embedding and a map."""
         super().__init__(options, context)
         self._group = context.group
         if options.balance:
-            self.register_buffer("mean_loss", torch.zeros(()))  # 0: of no step yet
+            self.register_buffer("mean_loss", torch.zeros(()))  # 0 before the first step
         shapes = imitated_shapes("embed", options, context)
         self.heads, self.standardizers = nn.ModuleDict(), nn.ModuleDict()
         for name, ((inputs, *_), (outputs, *_)) in shapes.items():
@@ -111,7 +113,7 @@ class Embed(Method):
             self.resize_student, self.resize_teacher = resizes("embed", shapes["map"], options.resize)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`embedding` and `map` of each sample, (B,), with their weights in them; zeros where the weight is 0."""
+        """Return `embedding` and `map` of each sample, (B,), multiplied by their weights."""
         found = dict.fromkeys(self.terms, student.features[0].new_zeros(len(batch.labels_B)))
         for (name, project), s, t in zip(self.heads.items(), student.features, teacher.features, strict=True):
             source, target = project(channels_last(s)), self._standardized(name, channels_last(t))
@@ -129,7 +131,7 @@ class Embed(Method):
         return self.heads["embedding"](student.features[0]), self._standardized("embedding", teacher.features[0])
 
     def _update_mean(self, losses_N: Tensor) -> None:
-        """A step without images, or with outputs that are not finite, which fp16 leaves out, changes nothing."""
+        """Update the running mean, except in a step without images or with non-finite outputs, which fp16 skips."""
         if len(losses_N):
             mean = losses_N.mean()
             new = torch.where(self.mean_loss > 0, MOMENTUM * self.mean_loss + (1 - MOMENTUM) * mean, mean)
@@ -154,7 +156,7 @@ class Embed(Method):
 
 
 def head(inputs: int, outputs: int, layers: int, hidden: int) -> nn.Sequential:
-    """`layers` linear layers on the last dimension, with layer norm and GELU between them."""
+    """Build `layers` linear layers on the last dimension, with layer norm and GELU between them."""
     widths = [inputs, *[hidden] * (layers - 1), outputs]
     modules: list[nn.Module] = [nn.Linear(widths[0], widths[1])]
     for size, following in pairwise(widths[1:]):

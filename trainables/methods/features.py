@@ -1,4 +1,4 @@
-"""Parts of methods on feature maps: directions, pooling to a common size, pairs of maps, and the regressor between two of them.
+"""Building blocks of methods on feature maps: normalization, pooling to a common size, pairing of maps, and regressors.
 
 Shapes: B batch, C channels, H W positions. The shape of a map is (C, H, W).
 """
@@ -22,7 +22,7 @@ from trainables.models.tap_names import classifier
 Shape = tuple[int, ...]
 
 _TINY = 1e-12
-"""A smaller norm counts as 0, as in torch's `normalize`."""
+"""Smaller norms count as 0, as in torch's `normalize`."""
 
 
 class TeacherNormOptions(MethodOptions):
@@ -35,21 +35,21 @@ class TeacherNormOptions(MethodOptions):
 
 
 def unit(x: Tensor, dim: int | Sequence[int] = -1) -> Tensor:
-    """`x` divided by its Euclidean norm over `dim`; a zero vector stays one, and its gradient is 0 and not 1e12."""
+    """Divide `x` by its Euclidean norm over `dim`. A zero vector stays zero, with a gradient of 0 rather than 1e12."""
     norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
     direction = x / norm.clamp(min=_TINY)
     return torch.where(norm > _TINY, direction, direction.detach())
 
 
 def pooled_alike(a_BCHW: Tensor, b_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Both maps at the smaller of their heights and widths, by adaptive average pooling. Channels may differ."""
+    """Average-pool both maps to the smaller of their heights and widths. Channels may differ."""
     height, width = min(a_BCHW.shape[2], b_BCHW.shape[2]), min(a_BCHW.shape[3], b_BCHW.shape[3])
     return average_pooled(a_BCHW, height, width), average_pooled(b_BCHW, height, width)
 
 
 def average_pooled(map_BCHW: Tensor, height: int, width: int) -> Tensor:
-    """`adaptive_avg_pool2d` to a size that is no larger. Where it divides the map's, plain pooling: its gradient on a GPU is
-    the same in every run, which that of the adaptive one is not."""
+    """Apply `adaptive_avg_pool2d` to a size that is no larger. If it divides the map's, plain pooling is used, whose gradient on
+    a GPU is deterministic, unlike the adaptive one's."""
     (rows, rest_rows), (columns, rest_columns) = divmod(map_BCHW.shape[2], height), divmod(map_BCHW.shape[3], width)
     if rest_rows or rest_columns:
         return functional.adaptive_avg_pool2d(map_BCHW, (height, width))
@@ -57,9 +57,9 @@ def average_pooled(map_BCHW: Tensor, height: int, width: int) -> Tensor:
 
 
 def paired_maps(method: str, context: BuildContext, *, at_least: int = 1) -> list[tuple[Shape, Shape]]:
-    """The shapes of the student's and the teacher's maps, paired by position; `at_least` pairs or more.
+    """Return the shapes of the student's and the teacher's maps, paired by position.
 
-    Raises ExperimentError: there are fewer, one model has more than the other, or a tap is something else than a map.
+    Raises ExperimentError: there are fewer than `at_least` pairs, the numbers of maps differ, or a tap is not a map.
     """
     assert context.teacher is not None
     student, teacher = context.student.shapes, context.teacher.shapes
@@ -68,7 +68,7 @@ def paired_maps(method: str, context: BuildContext, *, at_least: int = 1) -> lis
         for number, shape in enumerate(shapes, 1):
             if len(shape) != 3:
                 raise ExperimentError(
-                    f"{options}.{model}_taps: {method} reads maps (C, H, W), tap {number} of the {model} has {shape}: "
+                    f"{options}.{model}_taps: {method} reads maps (C, H, W), but tap {number} of the {model} has {shape}: "
                     "name a stage or a convolution (`distill taps MODEL` lists them)"
                 )
     if len(student) != len(teacher):
@@ -84,40 +84,40 @@ def paired_maps(method: str, context: BuildContext, *, at_least: int = 1) -> lis
 
 
 def equal_channels(method: str, pairs: Sequence[tuple[Shape, Shape]]) -> None:
-    """Refuse pairs of maps with different numbers of channels. Raises ExperimentError."""
+    """Raise ExperimentError if the maps of a pair have different numbers of channels."""
     for student, teacher in pairs:
         if student[0] != teacher[0]:
             raise ExperimentError(
-                f"distill.method: {method} compares maps with equally many channels, not {student[0]} of the student with "
-                f"{teacher[0]} of the teacher: name other taps, or choose a method with a regressor, such as fitnet"
+                f"distill.method: {method} needs maps with equal channels, but the student's has {student[0]} and the teacher's "
+                f"{teacher[0]}: name other taps, or choose a method with a regressor, such as fitnet"
             )
 
 
 def body_parameters(student: nn.Module) -> list[nn.Parameter]:
-    """All trainable parameters of a model except those of its final linear layer, which no loss on maps changes."""
+    """Return a model's trainable parameters except those of its final linear layer, which losses on maps do not change."""
     last = {id(parameter) for parameter in classifier(student).parameters()}
     return [parameter for parameter in student.parameters() if parameter.requires_grad and id(parameter) not in last]
 
 
 def connector(inputs: int, outputs: int, group: Group) -> nn.Sequential:
-    """1×1 convolution and batch norm, its first weights drawn as by the authors of OFD and SRRL."""
+    """Build a 1×1 convolution with batch norm, initialized as by the authors of OFD and SRRL."""
     convolution = nn.Conv2d(inputs, outputs, 1, bias=False)
     nn.init.normal_(convolution.weight, std=math.sqrt(2 / outputs))
     return nn.Sequential(convolution, GlobalBatchNorm2d(outputs, group))
 
 
 class ConvReg(nn.Module):
-    """Convolution, batch norm and ReLU that turn a student's map into the shape of the teacher's.
+    """Convolution, batch norm and ReLU that map a student's map to the teacher's shape.
 
-    The convolution is RepDistiller's: for twice the height and width 3 × 3 with stride 2, for half of them a transposed 4 × 4
-    with stride 2, otherwise one without padding that leaves the teacher's size. Romero et al. 2015 (FitNets, section 2.2) use
-    the last kind only.
+    The convolution is RepDistiller's: 3 × 3 with stride 2 if the student's map is twice as high and wide, transposed 4 × 4 with
+    stride 2 if it is half, otherwise one without padding that yields the teacher's size. Romero et al. 2015 (FitNets, section
+    2.2) use only the last kind.
     """
 
     def __init__(self, student: Shape, teacher: Shape, group: Group, *, relu: bool = True) -> None:
-        """`relu=False` leaves the ReLU out, for maps from before an activation.
+        """`relu=False` leaves out the ReLU, for maps from before an activation.
 
-        Raises ExperimentError: the student's map is the smaller one, and not by half.
+        Raises ExperimentError: the student's map is smaller, but not half as high and wide.
         """
         super().__init__()
         (inputs, *size), (outputs, *target) = student, teacher
@@ -137,6 +137,6 @@ class ConvReg(nn.Module):
         self.activation = nn.ReLU() if relu else nn.Identity()
 
     def forward(self, student_BCHW: Tensor) -> Tensor:
-        """(B, C, H, W) in the teacher's shape."""
+        """Return (B, C, H, W) in the teacher's shape."""
         regressed_BCHW: Tensor = self.activation(self.norm(self.conv(student_BCHW)))
         return regressed_BCHW

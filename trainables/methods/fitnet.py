@@ -1,8 +1,8 @@
 """FitNets: Romero, Ballas, Kahou, Chassang, Gatta and Bengio 2015 (ICLR), "FitNets: Hints for Thin Deep Nets", equation 3.
 
-A regressor r turns the student's guided layer into the shape of the teacher's hint layer; the squared distance of the two is
-the loss: its mean over a map's values, where the paper has half the sum. The paper trains the student up to that layer with it
-first and distils logits afterwards; RepDistiller and mdistiller add it to the labels' loss from the start, and so does this.
+A regressor r maps the student's guided layer to the shape of the teacher's hint layer. The loss is their squared distance,
+averaged over a map's values, where the paper has half the sum. The paper first trains the student up to that layer with this loss
+and then distills logits; here, as in RepDistiller and mdistiller, it is added to the labels' loss from the start.
 
 Shapes: B batch, C channels, H W positions.
 """
@@ -21,7 +21,7 @@ class FitNetOptions(MethodOptions):
 
 
 class FitNet(Method):
-    """mean(F_t − r(F_s))²; of several pairs of taps the sum."""
+    """mean(F_t − r(F_s))², summed over pairs of taps."""
 
     Options = FitNetOptions
     terms = ("hint",)
@@ -33,7 +33,7 @@ class FitNet(Method):
         self.regressors = nn.ModuleList([ConvReg(*pair, context.group) for pair in paired_maps("fitnet", context)])
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`hint` of each sample, (B,)."""
+        """Return `hint` of each sample, (B,)."""
         total_B = student.features[0].new_zeros(len(batch.labels_B))
         for regressor, s_BCHW, t_BCHW in zip(self.regressors, student.features, teacher.features, strict=True):
             total_B = total_B + mean_per_sample((t_BCHW - regressor(s_BCHW)).square())

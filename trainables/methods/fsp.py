@@ -1,12 +1,12 @@
 """Flow of solution procedure: Yim, Joo, Bae and Kim 2017 (CVPR), "A Gift from Knowledge Distillation", equations 1 and 2.
 
-The flow of a network from one map to a later one is the products of their channels, averaged over positions:
+The flow of a network from one map to a later one is the product of their channels, averaged over positions:
 
     G[i, j] = Σ over positions of F1[i]·F2[j] / (h·w)
 
-In a stage before training only the squared distance of the student's matrices from the teacher's changes the student, and
-afterwards only the labels' loss. Of two maps the larger is pooled to the smaller's size, in the paper by its maximum, in
-RepDistiller and mdistiller by its mean. The paper sums the squares, the codes take their mean.
+In the init stage only the squared distance of the student's matrices from the teacher's trains the student, and afterwards only
+the labels' loss. The larger of two maps is pooled to the smaller's size: by max pooling in the paper, by average pooling in
+RepDistiller and mdistiller. The paper sums the squares, the codes average them.
 
 Shapes: B batch, C channels (I of the earlier map, J of the later), H W positions, P = H·W.
 """
@@ -47,7 +47,7 @@ class FSP(Method):
         equal_channels("fsp", paired_maps("fsp", context, at_least=2))
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`flow` of each sample, (B,)."""
+        """Return `flow` of each sample, (B,)."""
         total_B = student.features[0].new_zeros(len(batch.labels_B))
         paper = self.options.variant == "paper"
         for student_pair, teacher_pair in zip(pairwise(student.features), pairwise(teacher.features), strict=True):
@@ -60,7 +60,7 @@ class FSP(Method):
 
 
 def flow(earlier_BCHW: Tensor, later_BCHW: Tensor, *, maximum: bool = False) -> Tensor:
-    """The matrix G of two maps of one model, (B, I, J). `maximum`: the larger is pooled by its maximum, not its mean."""
+    """Compute the matrix G of two maps of one model, (B, I, J). `maximum` uses max instead of average pooling."""
     if maximum:
         size = (min(earlier_BCHW.shape[2], later_BCHW.shape[2]), min(earlier_BCHW.shape[3], later_BCHW.shape[3]))
         earlier_BCHW, later_BCHW = (functional.adaptive_max_pool2d(map_BCHW, size) for map_BCHW in (earlier_BCHW, later_BCHW))

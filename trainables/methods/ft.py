@@ -1,12 +1,11 @@
 """Factor transfer: Kim, Park and Kwak 2018 (NeurIPS), "Paraphrasing Complex Network: Network Compression via Factor Transfer",
 equations 1 and 4.
 
-In a stage before training a paraphraser learns to rebuild the teacher's last map from fewer channels, the teacher's factor (mean
-squared error). Then it is frozen, and a translator, trained with the student, turns the student's map into a factor like it:
-‖F_t/‖F_t‖ − F_s/‖F_s‖‖₁. The authors' code takes the mean of the absolute differences (with weight 500), RepDistiller first the
-mean of a factor's squares over channels, as in attention transfer, and puts batch norms into the translator. The stage before
-training goes at the student's peak learning rate; in RepDistiller (helper/pretrain.py) at 0.01 where the student is a ResNet or
-WRN: `init_lr: 0.01`.
+In the init stage a paraphraser learns to reconstruct the teacher's last map from fewer channels, the teacher's factor (mean
+squared error). Then it is frozen, and a translator, trained with the student, maps the student's map to a similar factor:
+‖F_t/‖F_t‖ − F_s/‖F_s‖‖₁. The authors' code uses the mean of the absolute differences (with weight 500). RepDistiller first takes
+the mean of a factor's squares over channels, as in attention transfer, and adds batch norms to the translator. The init stage
+uses the student's peak learning rate; RepDistiller (helper/pretrain.py) uses 0.01 for ResNet and WRN students: `init_lr: 0.01`.
 
 Shapes: B batch, C channels, H W positions, E values of a normed factor.
 """
@@ -37,7 +36,7 @@ class FTOptions(InitStageOptions):
 
 
 class FT(Method):
-    """‖unit(F_t) − unit(F_s)‖₁ of the factors; RepDistiller's: the mean over positions of |Q_t − Q_s|, Q = unit(mean of F²)."""
+    """‖unit(F_t) − unit(F_s)‖₁ of the factors; RepDistiller: the mean over positions of |Q_t − Q_s|, Q = unit(mean of F²)."""
 
     Options = FTOptions
     options: FTOptions
@@ -55,12 +54,12 @@ class FT(Method):
             self.paraphrasers.append(_stack(nn.Conv2d, channels, channels, factor, factor))
             self.builders.append(_stack(nn.ConvTranspose2d, factor, factor, channels, channels))
             self.translators.append(_stack(nn.Conv2d, inputs, inputs, factor, factor, group=group))
-        if not context.init_stage:  # where the translator alone learns, with the student
+        if not context.init_stage:  # then only the translator learns, with the student
             for parameter in self.init_stage_parameters(context.student.model):
                 parameter.requires_grad_(False)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`factor` of each sample, (B,)."""
+        """Return `factor` of each sample, (B,)."""
         total_B = student.features[0].new_zeros(len(batch.labels_B))
         modules = zip(self.paraphrasers, self.translators, student.features, teacher.features, strict=True)
         for paraphraser, translator, s_BCHW, t_BCHW in modules:
@@ -73,14 +72,14 @@ class FT(Method):
         return {"factor": total_B}
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`reconstruction` of each sample, (B,). The student has no part in it."""
+        """Return `reconstruction` of each sample, (B,). The student is not involved."""
         total_B = teacher.features[0].new_zeros(len(batch.labels_B))
         for paraphraser, builder, t_BCHW in zip(self.paraphrasers, self.builders, teacher.features, strict=True):
             total_B = total_B + mean_per_sample((builder(paraphraser(t_BCHW)) - t_BCHW).square())
         return {"reconstruction": total_B}
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        """The paraphraser's, and of what rebuilds the map from its factor."""
+        """Return the parameters of the paraphrasers and of the decoders that reconstruct the map."""
         return [*self.paraphrasers.parameters(), *self.builders.parameters()]
 
     def _normed(self, factor_BCHW: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ class FT(Method):
 
 
 def _stack(kind: type[nn.Conv2d] | type[nn.ConvTranspose2d], *channels: int, group: Group | None = None) -> nn.Sequential:
-    """3 × 3 convolutions from each number of channels to the next, each with a leaky ReLU; with `group` batch norms between."""
+    """Build 3 × 3 convolutions from each number of channels to the next, each with a leaky ReLU, and batch norm if `group`."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
         norm = [GlobalBatchNorm2d(outputs, group)] if group is not None else []

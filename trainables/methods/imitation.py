@@ -1,4 +1,4 @@
-"""Parts of methods that imitate a teacher's embedding of an image and its map: their options, shapes, and maps of one size.
+"""Building blocks of methods that imitate a teacher's image embedding and map: options, shapes, and resizing of maps.
 
 Shapes: B batch, D features, H W positions of a map before it is resized, P Q after.
 """
@@ -17,11 +17,11 @@ from trainables.methods.features import Shape
 from trainables.notices import notice
 
 DIMENSIONS = {"embedding": 1, "map": 3}
-"""What is imitated, which is the name of the term and of the tap → how many dimensions it has for an image."""
+"""Imitated feature, by the name of its term and tap → number of dimensions per image."""
 
 
 class ImitationOptions(MethodOptions):
-    """A weight for each term; one of weight 0 is not read, and has no module."""
+    """A weight for each term; a feature of weight 0 is not read and has no module."""
 
     embedding: NonNegative = Field(1.0, description="weight of the images' embeddings; 0: they are not read")
     map: NonNegative = Field(1.0, description="weight of the maps; 0: they are not read")
@@ -39,37 +39,37 @@ class ImitationOptions(MethodOptions):
 
     @property
     def imitated(self) -> list[str]:
-        """The names of the terms whose weight is not 0."""
+        """The terms with a nonzero weight."""
         return [name for name in DIMENSIONS if getattr(self, name)]
 
 
 def imitated_shapes(method: str, options: ImitationOptions, context: BuildContext) -> dict[str, tuple[Shape, Shape]]:
-    """Term → the shapes of the student's and the teacher's feature, (D,) or (D, H, W), in the order of the features.
+    """Return for each term the shapes of the student's and the teacher's feature, (D,) or (D, H, W), in tap order.
 
-    Raises ExperimentError: the taps are others than the terms.
+    Raises ExperimentError: the taps do not match the terms.
     """
     assert context.teacher is not None
     wanted = [DIMENSIONS[name] for name in options.imitated]
     for side, shapes in (("student", context.student.shapes), ("teacher", context.teacher.shapes)):
         if [len(shape) for shape in shapes] != wanted:
             raise ExperimentError(
-                f"distill.options.{method}.{side}_taps: {method} reads {' and '.join(options.imitated)}, an embedding is (D,) and"
-                f" a map (D, H, W), and the {side}'s taps are {', '.join(map(str, shapes)) or 'none'}: name such taps, or set the"
-                f" weight of the other to 0"
+                f"distill.options.{method}.{side}_taps: {method} reads {' and '.join(options.imitated)}: an embedding is (D,) and"
+                f" a map (D, H, W), but the {side}'s taps are {', '.join(map(str, shapes)) or 'none'}: name such taps, or set the"
+                " weight of the other to 0"
             )
     found = dict(zip(options.imitated, zip(context.student.shapes, context.teacher.shapes, strict=True), strict=True))
     widths = ", ".join(f"{name} {student[0]} → {teacher[0]}" for name, (student, teacher) in found.items())
-    notice(f"distill.method: {method} takes the student's features to the teacher's: {widths}")
+    notice(f"distill.method: {method} projects the student's features to the teacher's: {widths}")
     return found
 
 
 def channels_last(feature: Tensor) -> Tensor:
-    """(B, D) as it is, (B, D, H, W) as (B, H, W, D)."""
+    """Return (B, D) unchanged, and (B, D, H, W) as (B, H, W, D)."""
     return feature.movedim(1, -1)
 
 
 class Resize(nn.Module):
-    """Bilinear interpolation of maps, as products of matrices: its gradient on a GPU is the same in every run."""
+    """Bilinear interpolation of maps as matrix products, so that its gradient on a GPU is deterministic."""
 
     rows_PH: Tensor
     columns_QW: Tensor
@@ -90,15 +90,15 @@ class Resize(nn.Module):
 def resizes(
     method: str, shapes: tuple[Shape, Shape], resize: Literal["larger", "student", "teacher"]
 ) -> tuple[nn.Module, nn.Module]:
-    """What brings the maps of student and teacher to one size, of `shapes`: one of the two is resized to the other's, or none."""
+    """Return modules that bring maps of the two `shapes`, student and teacher, to one size, by resizing at most one of them."""
     (_, *student), (_, *teacher) = shapes
     if student == teacher:
         return nn.Identity(), nn.Identity()
     larger = "student" if student[0] * student[1] > teacher[0] * teacher[1] else "teacher"
     resized = larger if resize == "larger" else resize
     notice(
-        f"distill.method: {method} compares a map of {student[0]}×{student[1]} positions of the student with one of"
-        f" {teacher[0]}×{teacher[1]} of the teacher: it resizes the {resized}'s"
+        f"distill.method: {method} compares the student's {student[0]}×{student[1]} map with the teacher's"
+        f" {teacher[0]}×{teacher[1]}: it resizes the {resized}'s"
     )
     if resized == "student":
         return Resize(*shapes), nn.Identity()

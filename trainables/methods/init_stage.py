@@ -1,4 +1,4 @@
-"""The init stage of methods that have one: a job before a stage's own, in which each trains its own part by its `init_loss`."""
+"""The init stage: a separate job before a stage, in which methods that have one minimize their `init_loss`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,11 +10,11 @@ from trainables.rundir import StageDir
 
 
 def with_init_stage(config: TrainConfig) -> list[TrainConfig]:
-    """The jobs of a stage in their order: its init stage, where a method has one, and its own, which begins with what that left.
+    """Return the jobs of a stage in order: its init stage, if a method has one, and its own, which continues from that.
 
-    The init stage has its folder next to the stage's. Steps that are timed have none before them.
+    The init stage's folder is next to the stage's. Timing runs have no init stage.
 
-    Raises ExperimentError: two methods have different learning rates for it.
+    Raises ExperimentError: methods have different learning rates for the init stage.
     """
     methods = select_methods(config.distill) if config.distill is not None and config.train.max_steps is None else ()
     epochs = longest_init_stage(methods)
@@ -39,17 +39,17 @@ def with_init_stage(config: TrainConfig) -> list[TrainConfig]:
 
 
 def longest_init_stage(methods: Iterable[SelectedMethod]) -> int:
-    """The length of the init stage of all `methods`; 0: there is none."""
+    """Return the number of epochs of the init stage of all `methods`; 0 if there is none."""
     return max((init_epochs(method.options) for method in methods), default=0)
 
 
 def _init_lr(methods: Iterable[SelectedMethod]) -> float | None:
-    """The learning rate of the init stage, which all methods share; None: the peak of `optim`."""
+    """Return the learning rate of the shared init stage; None for the peak of `optim`."""
     options = {method.key: method.options for method in methods if init_epochs(method.options)}
     rates = {key: own.init_lr for key, own in options.items() if isinstance(own, InitStageOptions)}
     if len(set(rates.values())) > 1:
         raise ExperimentError(
-            f"distill.options: {' and '.join(rates)} share one init stage, and have the init_lr"
-            f" {' and '.join(f'{rate}' for rate in rates.values())}: write the same for each"
+            f"distill.options: {' and '.join(rates)} share one init stage, but have init_lr"
+            f" {' and '.join(f'{rate}' for rate in rates.values())}: set the same value for each"
         )
     return next(iter(rates.values()), None)

@@ -1,16 +1,16 @@
 """Instance relationship graph, IRG: Liu, Cao, Li, Yuan, Hu, Li and Duan 2019 (CVPR), equations 5 to 9.
 
-A batch is a graph: samples are vertices, their distances are edges. From layer to layer the graph is transformed. Three losses
-compare student and teacher:
+A batch is a graph whose vertices are samples and whose edges are their distances; each layer transforms it. Three losses are mean
+squared differences between student and teacher:
 
-- vertex: the mean squared difference of the logits;
-- edge: of A, all pairs' squared distances divided by the largest of the batch, the mean over three features;
+- vertex: of the logits;
+- edge: of A, all pairs' squared distances divided by the largest of the batch, averaged over three features;
 - transformation: of Λ, each sample's squared distance between an earlier and a later map, divided by the largest of the batch.
 
-The authors' code is for Caffe: it compares pooled features, has a transformation inside a stage, and takes the largest distance
-for a constant. The PyTorch code of Knowledge-Distillation-Zoo is followed: edges of two maps and the pooled features, gradients
-through the largest, squared distances of at least 1e-12. The earlier map is average-pooled to the later one's size, and a later
-map with twice the channels has pairs of them averaged. Distances that are all 0 are left so.
+The authors' Caffe code compares pooled features, has a transformation inside a stage, and treats the largest distance as a
+constant. This follows the PyTorch code of Knowledge-Distillation-Zoo: edges of two maps and the pooled features, gradients
+through the largest distance, and squared distances of at least 1e-12. The earlier map is average-pooled to the later one's size,
+and if the later one has twice the channels, pairs of them are averaged. Distances that are all 0 stay 0.
 
 Shapes: B samples of this rank, N of the global batch, C channels, H W positions, D features.
 """
@@ -35,7 +35,7 @@ class IRGOptions(MethodOptions):
 
 
 class IRG(Method):
-    """0.1·(difference of logits)² + 5·(difference of pairs' distances)² + 5·(difference of distances from map to map)²."""
+    """0.1·(difference of logits)² + 5·(difference of pairs' distances)² + 5·(difference of distances between maps)²."""
 
     Options = IRGOptions
     options: IRGOptions
@@ -49,7 +49,7 @@ class IRG(Method):
         _check(context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`vertex` of each sample, (B,); `edge` and `transformation`, scalars; with their weights in them."""
+        """Return `vertex` of each sample, (B,), and the scalars `edge` and `transformation`, multiplied by their weights."""
         parts = [
             part.flatten(1)
             for outputs in (student, teacher)
@@ -68,13 +68,13 @@ class IRG(Method):
 
 
 def change(earlier_BCHW: Tensor, later_BCHW: Tensor) -> Tensor:
-    """Squared distance of each sample's two maps, (B,), at a common shape as described above."""
+    """Compute the squared distance of each sample's two maps, (B,), at a common shape as described above."""
     later_BCHW = later_BCHW if later_BCHW.shape[1] == earlier_BCHW.shape[1] else (later_BCHW[:, ::2] + later_BCHW[:, 1::2]) / 2
     return (average_pooled(earlier_BCHW, *later_BCHW.shape[2:]) - later_BCHW).square().flatten(1).sum(1)
 
 
 def distances(rows_ND: Tensor) -> Tensor:
-    """Squared distances of all pairs divided by the largest, (N, N); 0 on the diagonal."""
+    """Compute squared distances of all pairs divided by the largest, (N, N), with 0 on the diagonal."""
     return _by_largest(squared_distances_of_pairs(rows_ND))
 
 
@@ -91,14 +91,12 @@ def _check(context: BuildContext) -> None:
     for model, shapes in (("student", context.student.shapes), ("teacher", context.teacher.shapes)):
         option = f"distill.options.irg.{model}_taps"
         if len(shapes) < 2 or len(shapes[0]) != 3 or len(shapes[1]) != 3:
-            raise ExperimentError(
-                f"{option}: the first two have to be maps (C, H, W), an earlier and a later one: name two stages"
-            )
+            raise ExperimentError(f"{option}: the first two must be maps (C, H, W), an earlier and a later one: name two stages")
         (channels, *size), (later, *later_size) = shapes[:2]
         if later not in (channels, 2 * channels) or any(a < b for a, b in zip(size, later_size, strict=True)):
             raise ExperimentError(
-                f"{option}: the second map, {shapes[1]}, needs as many channels as the first, {shapes[0]}, or twice as many, and"
-                " no larger a size: name other stages"
+                f"{option}: the second map, {shapes[1]}, must have as many channels as the first, {shapes[0]}, or twice as many,"
+                " and must not be larger: name other stages"
             )
     if len(context.student.shapes) != len(context.teacher.shapes):
-        raise ExperimentError("distill.options.irg: student_taps and teacher_taps are compared one by one: name equally many")
+        raise ExperimentError("distill.options.irg: student_taps and teacher_taps are compared in pairs: name equally many")

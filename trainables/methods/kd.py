@@ -1,6 +1,6 @@
 """Knowledge distillation: Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a Neural Network", equation 1
-and section 2. As in DeiT (Touvron, Cord, Douze, Massa, Sablayrolles and Jégou 2021, section 4) a student may learn the teacher's
-hard labels, and a transformer by its distillation token.
+and section 2. As in DeiT (Touvron, Cord, Douze, Massa, Sablayrolles and Jégou 2021, section 4) the student can learn the
+teacher's hard labels, and a transformer can learn through its distillation token.
 
 Shapes: B batch, K classes.
 """
@@ -34,12 +34,12 @@ class KDOptions(LogitOptions):
         if not isinstance(written, dict):
             return written
         if written.get("hard") and "temperature" in written:
-            notice("distill.options.kd.temperature is not used, since hard is true")
+            notice("distill.options.kd.temperature is not used, because hard is true")
         return {"student_taps": ("head", "head_dist"), **written} if written.get("token") else written
 
 
 class KD(Method):
-    """T²·KL(softmax(teacher/T) ‖ softmax(student/T)), or that of the teacher's hard label: the cross-entropy with it."""
+    """T²·KL(softmax(teacher/T) ‖ softmax(student/T)), or with `hard` the cross-entropy with the teacher's hard label."""
 
     Options = KDOptions
     options: KDOptions
@@ -48,7 +48,7 @@ class KD(Method):
     task_weight = 0.1
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`kl` of each sample, (B,)."""
+        """Return `kl` of each sample, (B,)."""
         if self.options.token:
             student = ModelOutputs(student.features[1])
         if self.options.hard:
@@ -58,14 +58,14 @@ class KD(Method):
         return {"kl": soft_loss(*self.options.logits(student, teacher, temperature), temperature)}
 
     def task_logits(self, student: ModelOutputs) -> Tensor | None:
-        """The class token's, of two heads."""
+        """Return the class token's logits of a student with two heads."""
         return student.features[0] if self.options.token else None
 
 
 def soft_loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
-    """T²·KL(softmax(teacher/T) ‖ softmax(student/T)) of each sample, (B,).
+    """Compute T²·KL(softmax(teacher/T) ‖ softmax(student/T)) of each sample, (B,).
 
-    T² makes the gradient's size independent of T (end of section 2). Computed in float32 or wider, under
-    autocast too; exactly 0 where the logits are equal; finite wherever the difference of two logits is.
+    T² makes the gradient's scale independent of T (end of section 2). It is computed in float32 or wider, even under autocast;
+    it is exactly 0 for equal logits, and finite if the differences of logits are.
     """
     return temperature**2 * divergence(soften(student_BK, temperature), soften(teacher_BK, temperature))

@@ -4,15 +4,15 @@ Decomposition", section 3.
 A map, as a matrix of positions by channels, is represented by its first k right singular vectors. Each of the teacher's vectors
 is paired with the most parallel one of the student's first k + 3, with the sign that makes their product positive; both are
 weighted by the teacher's singular values. The relation of a map's vectors a to the next map's b is exp(−(b_i − a_j)²/8) for each
-pair of channels i, j; the loss is the squared distance of the student's relations from the teacher's. The authors' TensorFlow
-code takes ½·√k of it, as `weight` can.
+pair of channels i, j; the loss is the squared distance between the student's and the teacher's relations. The authors' TensorFlow
+code multiplies it by ½·√k, which `weight` can do.
 
-Differences: where a map of the teacher has fewer than k vectors, k is what all of its maps have (the authors' code lowers it from
-that map on; RepDistiller's fails). A singular vector's sign is arbitrary, but the loss depends on it: here the largest component
-of the teacher's is positive, where published codes leave it to the library. The gradient divides by differences of squared
-singular values, which are bounded away from 0. mdistiller decomposes another matrix (channels and height by width).
+Differences: if a map of the teacher has fewer than k vectors, k is reduced for all maps (the authors' code reduces it from that
+map on; RepDistiller's fails). A singular vector's sign is arbitrary, but the loss depends on it: here the teacher's largest
+component is positive, while published code leaves it to the library. The gradient divides by differences of squared singular
+values, which are bounded away from 0. mdistiller decomposes another matrix (channels and height by width).
 
-`torch.linalg.eigh` makes a GPU's host wait.
+`torch.linalg.eigh` synchronizes with the GPU.
 
 Shapes: B batch, C channels, H W positions, P = H·W, k singular vectors.
 """
@@ -52,7 +52,7 @@ class KDSVD(Method):
         self._vectors = min(options.vectors, *(min(shape[0], shape[1] * shape[2]) for _, shape in pairs))
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`relation` of each sample, (B,)."""
+        """Return `relation` of each sample, (B,)."""
         total_B = student.features[0].new_zeros(len(batch.labels_B))
         before: tuple[Tensor, Tensor] | None = None
         for s_BCHW, t_BCHW in zip(student.features, teacher.features, strict=True):
@@ -64,7 +64,7 @@ class KDSVD(Method):
         return {"relation": total_B}
 
     def _aligned(self, student_BCHW: Tensor, teacher_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-        """The student's vectors that match the teacher's, and the teacher's, (B, C, k), weighed."""
+        """Return the student's vectors paired with the teacher's, and the teacher's, (B, C, k), both weighted."""
         with torch.no_grad():
             values_Bk, teacher_BCk = right_singular(teacher_BCHW, self._vectors)
             largest_B1k = teacher_BCk.abs().argmax(1, keepdim=True)
@@ -79,37 +79,38 @@ class KDSVD(Method):
         return student_BCk * weights_B1k, teacher_BCk * weights_B1k
 
 
-def right_singular(map_BCHW: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The first `most` singular values (B, k), without gradients, and right singular vectors (B, C, k) of positions by channels.
+def right_singular(map_BCHW: Tensor, max_vectors: int) -> tuple[Tensor, Tensor]:
+    """Return up to `max_vectors` singular values (B, k), without gradients, and right singular vectors (B, C, k) of the
+    positions × channels matrix.
 
-    There are fewer where the matrix has fewer. They come from the eigenvectors of the smaller of its two Gram matrices; those of
-    a map that is 0 in every position are 0 where they come from the positions' one.
+    They come from the eigenvectors of the smaller of its two Gram matrices. For a zero map, the vectors from the positions' Gram
+    matrix are 0.
     """
     x_BPC = map_BCHW.flatten(2).mT
     by_position = x_BPC.shape[1] < x_BPC.shape[2]
     gram = x_BPC @ x_BPC.mT if by_position else x_BPC.mT @ x_BPC
     values, vectors = _Eigen.apply(gram)  # type: ignore[no-untyped-call]
-    values_Bk, vectors = values[:, -most:].flip(1), vectors[:, :, -most:].flip(2)
+    values_Bk, vectors = values[:, -max_vectors:].flip(1), vectors[:, :, -max_vectors:].flip(2)
     vectors_BCk = unit(x_BPC.mT @ vectors, dim=1) if by_position else vectors
     return values_Bk.clamp(min=0).sqrt(), vectors_BCk
 
 
 def _relation(earlier_BCk: Tensor, later_BCk: Tensor) -> Tensor:
-    """exp(−(b_i − a_j)²/8) for each channel i of the later and j of the earlier map, (B, C, C, k)."""
+    """Compute exp(−(b_i − a_j)²/8) for each channel i of the later and j of the earlier map, (B, C, C, k)."""
     return torch.exp(-(later_BCk[:, :, None] - earlier_BCk[:, None]).square() / 8)
 
 
 class _Eigen(torch.autograd.Function):
-    """`eigh` of symmetric matrices, with a gradient through the vectors only, which stays finite where values coincide.
+    """`eigh` of symmetric matrices with a gradient only through the vectors, which stays finite for equal eigenvalues.
 
     The gradient of vector j with respect to direction i has the denominator λ_j − λ_i (Ionescu, Vantzos and Sminchisescu 2015,
-    equation 15). It is at least √ε of the largest value, and where it is 0 that part is left out: at a smaller distance the two
-    directions do not differ in half of the digits.
+    equation 15). Its size is clamped to at least √ε times the largest eigenvalue, since below that the two directions agree in
+    half of the digits; terms with a zero denominator are dropped.
     """
 
     @staticmethod
     def forward(ctx: Any, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        # eigh raises for values that are not finite; the loop's check of the loss has a better message.
+        # eigh raises for non-finite values; the training loop's check of the loss has a better message.
         values, vectors = torch.linalg.eigh(torch.nan_to_num(matrices, 0.0, 0.0, 0.0))
         ctx.save_for_backward(values, vectors)
         ctx.mark_non_differentiable(values)

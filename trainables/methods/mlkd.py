@@ -3,13 +3,13 @@
 With P = softmax(z/τ), (N, K) over the batch, summed over the temperatures τ:
 
 - instances: τ²·KL(P_t ‖ P_s) of each sample;
-- batch: (1/N)·‖P_s P_sᵀ − P_t P_tᵀ‖_F², how samples relate;
-- class: (1/K)·‖P_sᵀ P_s − P_tᵀ P_t‖_F², how classes do. It grows with N², so weights are not comparable over batch sizes.
+- batch: (1/N)·‖P_s P_sᵀ − P_t P_tᵀ‖_F², the relations of samples;
+- class: (1/K)·‖P_sᵀ P_s − P_tᵀ P_t‖_F², those of classes. It grows with N², so weights are not comparable across batch sizes.
 
-This is the paper's loss on one view of each image. The recipe of the paper shows each image in two views, weakly and strongly
-augmented, in one batch: that is the data's part, and not done here. The authors' code multiplies the three already reduced
-losses of the weak view by a mask of the samples (classes) in which the teacher is not surer than in the median one, so in
-effect by about ½: left out. `standardize` is for the instances' level only, as in the code of its authors (Sun et al. 2024).
+This is the paper's loss on one view of each image. The paper's recipe has two views of each image, weakly and strongly augmented,
+in one batch; that is up to the data and not done here. The authors' code multiplies the three already reduced losses of the weak
+view by a mask of the samples (classes) on which the teacher's confidence is at most the median, effectively by about ½; this is
+left out. `standardize` applies only to the instances' level, as in its authors' code (Sun et al. 2024).
 
 Shapes: B samples of this rank, N of the global batch, K classes.
 """
@@ -27,11 +27,11 @@ from trainables.methods.logits import StandardizeOptions
 
 
 class MLKDOptions(StandardizeOptions):
-    """The authors' for CIFAR-100: 0.1·CE + 0.9·(instances + batch + class), τ = 2, 3, 4, 5, 6."""
+    """The authors' values for CIFAR-100: 0.1·CE + 0.9·(instances + batch + class), τ = 2, 3, 4, 5, 6."""
 
     weight: NonNegative = 0.9
     temperatures: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(
-        (2.0, 3.0, 4.0, 5.0, 6.0), description="τ, each of which adds to the loss"
+        (2.0, 3.0, 4.0, 5.0, 6.0), description="values of τ, over which the loss is summed"
     )
 
 
@@ -45,7 +45,7 @@ class MLKD(Method):
     task_weight = 0.1
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`instance` of each sample, (B,); `batch` and `class`, scalars."""
+        """Return `instance` of each sample, (B,), and the scalars `batch` and `class`."""
         student_NK, teacher_N = batch.all_gather(student.logits_BK), teacher.map(batch.all_gather)
         options, temperatures = self.options, self.options.temperatures
         levels = [relations((student_NK / t).softmax(1), (teacher_N.logits_at(t) / t).softmax(1)) for t in temperatures]
@@ -57,7 +57,7 @@ class MLKD(Method):
 
 
 def relations(student_NK: Tensor, teacher_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """The batch's and the classes' level of two sets of probabilities, scalars; without samples 0."""
+    """Compute the batch and class losses of two sets of probabilities, as scalars; 0 without samples."""
     between_NN = student_NK @ student_NK.T - teacher_NK @ teacher_NK.T
     between_KK = student_NK.T @ student_NK - teacher_NK.T @ teacher_NK
     rows, classes = student_NK.shape

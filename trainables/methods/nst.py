@@ -1,13 +1,13 @@
 """Neuron selectivity transfer: Huang and Wang 2017, "Like What You Like: Knowledge Distill via Neuron Selectivity Transfer",
 section 4.
 
-Each channel of a map, as a vector over positions of norm 1, is a sample of where neurons are active; the loss is the squared
-maximum mean discrepancy of the student's and the teacher's channels, with the kernel that the paper found best and RepDistiller
-and mdistiller use, k(x, y) = (x·y)²:
+Each channel of a map, as a vector over positions with norm 1, is a sample of the neurons' activation pattern. The loss is the
+squared maximum mean discrepancy between the student's and the teacher's channels, with the kernel that the paper found best and
+RepDistiller and mdistiller use, k(x, y) = (x·y)²:
 
     mean over i, j of k(s_i, s_j) + k(t_i, t_j) − 2·k(s_i, t_j)
 
-The paper writes λ/2 before it, the codes no half; this has none.
+The paper has a factor λ/2; as in the codes, there is no ½ here.
 
 Shapes: B batch, C channels (S of the student, T of the teacher), H W positions, P = H·W.
 """
@@ -38,7 +38,7 @@ class NST(Method):
         paired_maps("nst", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`mmd` of each sample, (B,)."""
+        """Return `mmd` of each sample, (B,)."""
         total_B = student.features[0].new_zeros(len(batch.labels_B))
         for pair in zip(student.features, teacher.features, strict=True):
             student_BSP, teacher_BTP = (unit(map_BCHW.flatten(2)) for map_BCHW in pooled_alike(*pair))
@@ -47,10 +47,10 @@ class NST(Method):
 
 
 def squared_mmd(student_BSP: Tensor, teacher_BTP: Tensor) -> Tensor:
-    """MMD² of each sample, (B,), with the kernel (x·y)².
+    """Compute MMD² of each sample, (B,), with the kernel (x·y)².
 
-    The mean of (x_i·y_j)² over i, j is the product of XᵀX/S and YᵀY/T, summed over their P × P entries, so that MMD² is the
-    squared distance of these two. Where there are more positions than channels, the kernel's own S × T entries are fewer.
+    The mean of (x_i·y_j)² over i, j is the inner product of the P × P matrices XᵀX/S and YᵀY/T, so MMD² is the squared distance
+    of these two. If there are more positions than channels, the kernel's S × T entries are fewer and are computed instead.
     """
     (_, students, positions), teachers = student_BSP.shape, teacher_BTP.shape[1]
     if positions <= max(students, teachers):

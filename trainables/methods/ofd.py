@@ -6,13 +6,13 @@ higher than the margin. So the partial distance (equation 4) leaves out the valu
 
     d = Σ over C, H and W of (s − max(t, m))² · [s > max(t, m) or t > 0]
 
-m is the mean of the negative part of a normal distribution with the mean β and the deviation |γ| of the batch norm that made t,
-m = β − |γ|·φ(β/γ)/Φ(−β/|γ|), or −3|γ| where less than 0.001 of it is negative (the authors' code). Where γ is 0, both give
-min(β, 0). After a residual sum β and γ are those of the last batch norm of the block, not of its shortcut, as in their code.
+m is the mean of the negative part of a normal distribution with the mean β and the standard deviation |γ| of the batch norm that
+computed t: m = β − |γ|·φ(β/γ)/Φ(−β/|γ|), or −3|γ| if less than 0.001 of it is negative (the authors' code). If γ is 0, it is
+min(β, 0). After a residual sum, β and γ are those of the block's last batch norm, not of its shortcut's, as in their code.
 
-The student's map passes a 1×1 convolution and a batch norm. Stage i of n counts 2^(i − n), the last one 1. The teacher's map is
-averaged to the student's size. The authors' code never puts the teacher into eval mode, so that it normalizes by each batch; here
-it has its running statistics, as for any other method.
+The student's map passes a 1×1 convolution and a batch norm. Stage i of n has the weight 2^(i − n). The teacher's map is averaged
+to the student's size. The authors' code never puts the teacher into eval mode, so it normalizes by each batch; here it uses
+running statistics, as for any other method.
 
 Shapes: B batch, C channels, H W positions.
 """
@@ -44,7 +44,7 @@ class OFD(Method):
     requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: OFDOptions, context: BuildContext) -> None:
-        """Raises ExperimentError where a batch norm before a teacher's tap is not found, or the maps cannot be paired."""
+        """Raises ExperimentError: no batch norm is found before a teacher's tap, or the maps cannot be paired."""
         super().__init__(options, context)
         pairs = paired_maps("ofd", context)
         assert context.teacher is not None
@@ -55,14 +55,14 @@ class OFD(Method):
         for index, norm in enumerate(norms):
             if norm is None:
                 raise ExperimentError(
-                    f"distill.options.ofd.teacher_taps: the teacher's map {index + 1} of {len(norms)} is not what a batch norm "
-                    "with scale and shift returns, nor a sum with that: tap the outputs of batch norms, or choose another method"
+                    f"distill.options.ofd.teacher_taps: the teacher's map {index + 1} of {len(norms)} is not the output of a "
+                    "batch norm with scale and shift, nor a sum with one: tap batch norm outputs, or choose another method"
                 )
-            # Not in the checkpoint: the teacher has them. In float64, for a job in float64.
+            # Not saved in the checkpoint, as the teacher determines them. float64 for jobs in float64.
             self.register_buffer(f"_margin{index}", margins(norm.weight, norm.bias), persistent=False)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`partial` of each sample, (B,), summed over stages with their weights."""
+        """Return `partial` of each sample, (B,), the weighted sum over stages."""
         distances = []
         for index, connected in enumerate(self._connectors):
             connected_BCHW = connected(student.features[index])
@@ -74,7 +74,7 @@ class OFD(Method):
 
 @torch.no_grad()
 def margins(scale_C: Tensor, shift_C: Tensor) -> Tensor:
-    """The mean of the negative part of a normal distribution with deviation |scale| and mean `shift`: (C,), float64."""
+    """Compute the mean of the negative part of a normal distribution with mean `shift` and std |scale|, (C,) in float64."""
     deviation_C, mean_C = scale_C.detach().cpu().double().abs(), shift_C.detach().cpu().double()
     some_C = deviation_C > 0
     z_C = mean_C / torch.where(some_C, deviation_C, 1.0)
@@ -86,7 +86,7 @@ def margins(scale_C: Tensor, shift_C: Tensor) -> Tensor:
 
 
 def partial_distance(student_BCHW: Tensor, teacher_BCHW: Tensor, margin_C: Tensor) -> Tensor:
-    """Σ (student − max(teacher, margin))² of each sample, (B,), where the student is above that or the teacher above 0."""
+    """Compute Σ (student − max(teacher, margin))² of each sample, (B,), where student > target or teacher > 0."""
     target_BCHW = torch.maximum(teacher_BCHW, margin_C[:, None, None].to(teacher_BCHW.dtype))
     counts_BCHW = (student_BCHW > target_BCHW) | (teacher_BCHW > 0)
     difference_BCHW = torch.where(counts_BCHW, student_BCHW - target_BCHW, 0.0)

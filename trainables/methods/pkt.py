@@ -1,10 +1,10 @@
 """Probabilistic knowledge transfer, PKT: Passalis and Tefas 2018 (ECCV), equations 3 to 6.
 
-From each sample's cosines to the others, K = ½·(cos + 1), a distribution p_{j|i} = K_ij/Σ_j K_ij; the student's is to be the
-teacher's: Σ p_t·log(p_t/p_s).
+A sample's cosines to the others, as K = ½·(cos + 1), define a distribution p_{j|i} = K_ij/Σ_j K_ij. The student's should equal
+the teacher's: Σ p_t·log(p_t/p_s).
 
-`repdistiller`, which is the authors' code too, and mdistiller: 1e-7 is added to the features' norms and to both
-probabilities in the logarithm, i is among its own neighbours, and the mean is taken over all N² pairs. `paper`: j ≠ i, the sum.
+`repdistiller`, also in the authors' code and mdistiller: 1e-7 is added to the features' norms and to both probabilities in the
+logarithm, i is among its own neighbors, and the loss is the mean over all N² pairs. `paper`: j ≠ i, and the loss is the sum.
 
 Shapes: B samples of this rank, N of the global batch, D features.
 """
@@ -24,14 +24,14 @@ _EPSILON = 1e-7
 
 
 class PKTOptions(MethodOptions):
-    """RepDistiller's weight, for its formula."""
+    """RepDistiller's weight, for its variant."""
 
     weight: NonNegative = 30000.0
     variant: Literal["paper", "repdistiller"] = Field("repdistiller", description="the loss, see trainables.methods.pkt")
 
 
 class PKT(Method):
-    """KL(p_t ‖ p_s) of each sample's neighbours, p from the features' cosines; the mean over pairs."""
+    """KL(p_t ‖ p_s) of each sample's neighbors, with p from the features' cosines; the mean over pairs."""
 
     Options = PKTOptions
     options: PKTOptions
@@ -44,7 +44,7 @@ class PKT(Method):
         check_one_tap("pkt", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`kl`, a scalar."""
+        """Return `kl`, a scalar."""
         rows = all_rows(student, teacher, batch)
         if self.options.variant == "paper":
             student_NN, teacher_NN = (neighbours(rows_ND, with_self=False) for rows_ND in rows)
@@ -56,13 +56,13 @@ class PKT(Method):
 
 
 def neighbours(rows_ND: Tensor, *, with_self: bool) -> Tensor:
-    """p_{j|i} of row i and column j, (N, N), with j = i in the way of RepDistiller, or without. Equal for a row of zeros."""
+    """Compute p_{j|i} in row i and column j, (N, N), with j = i as in RepDistiller, or without. Uniform for a zero row."""
     if not with_self:
         kernel_NN = _kernel(unit(rows_ND)) * off_diagonal(rows_ND)
         return kernel_NN / kernel_NN.sum(1, keepdim=True).clamp(min=_EPSILON)
     norms_N1 = torch.linalg.vector_norm(rows_ND, dim=1, keepdim=True)
     unit_ND = rows_ND / (norms_N1 + _EPSILON)
-    # A row of zeros has no direction to learn, rather than 1e7 of it.
+    # A zero row gets no gradient, which would otherwise be about 1e7.
     kernel_NN = _kernel(torch.where(norms_N1 > 0, unit_ND, unit_ND.detach()))
     return kernel_NN / kernel_NN.sum(1, keepdim=True)
 

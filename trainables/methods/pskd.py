@@ -1,12 +1,12 @@
 """PS-KD, progressive self-knowledge distillation: Kim, Ji, Yoon and Hwang 2021 (ICCV), equations 5 and 6.
 
-In epoch e = 1 … E a sample's target is (1 − α_e)·one-hot + α_e·P_{e−1}, where P_{e−1} is the student's output for it in the epoch
-before, in training mode and of that epoch's crop, as in the authors' code; α_e = α·e/E. In the first epoch P_0 is the one-hot
-label, so that the loss is the cross-entropy. It replaces the task's loss, whose weight is therefore 0.
+In epoch e = 1 … E a sample's target is (1 − α_e)·one-hot + α_e·P_{e−1} with α_e = α·e/E. P_{e−1} is the student's output for it
+in the previous epoch, in training mode and for that epoch's crop, as in the authors' code. P_0 is the one-hot label, so in the
+first epoch the loss is the cross-entropy. It replaces the task's loss, whose weight is therefore 0.
 
-The softmax of every training sample is stored by its dataset-wide index: M·K numbers of 4 bytes on the device of every worker and
-in each checkpoint, 20 MB for CIFAR-100 and 5 GB for ImageNet. A sample's row changes when it is trained on; one that an epoch
-leaves out (`data.last_batch: drop`) has that of an earlier one.
+The softmax of every training sample is stored by its dataset-wide index: 4·M·K bytes on every worker's device and in each
+checkpoint, 20 MB for CIFAR-100 and 5 GB for ImageNet. A sample's row is updated when it is trained on; one that an epoch leaves
+out (`data.last_batch: drop`) keeps an earlier one.
 
 Shapes: B samples of this rank, N of all ranks, K classes, M training samples.
 """
@@ -21,7 +21,7 @@ from trainables.methods.contract import BuildContext, Method, MethodBatch, Model
 
 
 class PSKDOptions(MethodOptions):
-    """α = 0.8 as in the paper."""
+    """The paper's α = 0.8."""
 
     alpha: Probability = Field(0.8, description="share of the target that is the student's own output in the last epoch")
 
@@ -41,7 +41,7 @@ class PSKD(Method):
         self.register_buffer("last_MK", F.one_hot(context.labels_M, context.num_classes).float())
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`self_ce` of each sample, (B,). In training mode the samples' softmax is then stored, on all ranks."""
+        """Return `self_ce` of each sample, (B,). In training mode the samples' softmax is then stored on all ranks."""
         last_MK = self.get_buffer("last_MK")
         alpha = self.options.alpha * min((int(batch.epoch) + 1) / self._epochs, 1.0)
         log_BK = student.logits_BK.log_softmax(1)

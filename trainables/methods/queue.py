@@ -1,15 +1,15 @@
-"""Pseudo-classes from a queue of the teacher's embeddings, as LightlyTrain's default distillation has them. The queue is SEED's:
+"""Pseudo-classes from a queue of the teacher's embeddings, as in LightlyTrain's default distillation. The queue is SEED's:
 Fang, Wang, Wang, Zhang, Yang and Liu 2021 (ICLR), "SEED: Self-supervised Distillation for Visual Representation", section 3.
 
-Its rows q are the teacher's last embeddings of training images, each of length 1. They are the weights of a classifier, of which
-student and teacher should predict the same classes, with v an embedding of length 1:
+Its rows q are the teacher's latest embeddings of training images, each with norm 1. They are the weights of a classifier, whose
+classes student and teacher should predict equally. With v an embedding of norm 1, the terms are
 
 - `embedding`: KL(softmax(v_teacher·q/τ) ‖ softmax(v_student·q/τ));
-- `map`: the same of each position with the other positions of its image (itself included) in place of q; the mean over positions.
+- `map`: the same for each position, with all positions of its image in place of q, averaged over positions.
 
-A linear head takes the student's features to the teacher's width; its map is then interpolated to the size of the teacher's. A
-batch enters the queue before the loss, in the order of the global batch, so that all workers have one queue, where LightlyTrain's
-have one each. Rows that are not filled yet are no classes. LightlyTrain mixes images (`data.device_augment.mixup: 1`).
+A linear head projects the student's features to the teacher's width; its map is then interpolated to the size of the teacher's.
+A batch enters the queue before the loss, in the order of the global batch, so that all workers have the same queue, while
+LightlyTrain's workers have one each. Unfilled rows are not classes. LightlyTrain mixes images (`data.device_augment.mixup: 1`).
 
 Shapes: B batch of this rank, N of the global batch, D features, H W positions, L of them, Q rows of the queue.
 """
@@ -24,11 +24,11 @@ from trainables.methods.features import unit
 from trainables.methods.imitation import ImitationOptions, channels_last, imitated_shapes, resizes
 
 MIN_BITS, MAX_BITS = 4, 13
-"""A queue whose size is not set has from 16 to 8192 rows."""
+"""A queue without a set size has from 16 to 8192 rows."""
 
 
 class QueueOptions(ImitationOptions):
-    """LightlyTrain's: τ = 0.07, both weights 1."""
+    """LightlyTrain's defaults: τ = 0.07, both weights 1."""
 
     temperature: Positive = Field(0.07, description="τ of the embeddings' products")
     map_temperature: Positive = Field(0.07, description="τ of the products of positions")
@@ -50,9 +50,9 @@ class Queue(Method):
     num_entered: Tensor
 
     def __init__(self, options: QueueOptions, context: BuildContext) -> None:
-        """The queue is (Q, D), in the checkpoint and on the device.
+        """Create the queue (Q, D), which is saved in the checkpoint and lies on the device.
 
-        Raises ExperimentError: the taps are no embedding and no map.
+        Raises ExperimentError: the taps are not an embedding and a map.
         """
         super().__init__(options, context)
         shapes = imitated_shapes("queue", options, context)
@@ -68,7 +68,7 @@ class Queue(Method):
             self.resize, _ = resizes("queue", shapes["map"], "student")
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`embedding` and `map` of each sample, (B,), with their weights in them; zeros where the weight is 0."""
+        """Return `embedding` and `map` of each sample, (B,), multiplied by their weights."""
         found = dict.fromkeys(self.terms, student.features[0].new_zeros(len(batch.labels_B)))
         for (name, head), s, t in zip(self.heads.items(), student.features, teacher.features, strict=True):
             source, target = head(channels_last(s)), unit(channels_last(t))
@@ -96,7 +96,7 @@ class Queue(Method):
         return _kl(teacher_BLL, student_BLL).mean(1)
 
     def _enter(self, rows_ND: Tensor) -> None:
-        """Put rows in place of the oldest; of more than fit the last ones."""
+        """Replace the oldest rows; if there are more new rows than the queue has, only the last ones are stored."""
         size = len(self.queue_QD)
         positions_N = (self.num_entered + torch.arange(len(rows_ND), device=rows_ND.device)) % size
         self.queue_QD.index_copy_(0, positions_N[-size:], rows_ND[-size:])
@@ -104,6 +104,6 @@ class Queue(Method):
 
 
 def _kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """KL(softmax(teacher) ‖ softmax(student)) over the last dimension."""
+    """Compute KL(softmax(teacher) ‖ softmax(student)) over the last dimension."""
     log_p, log_q = teacher.log_softmax(-1), student.log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)

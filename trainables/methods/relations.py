@@ -1,4 +1,4 @@
-"""Parts of methods that compare samples: the rows of the whole batch, and distances between them.
+"""Building blocks of methods that compare samples: the rows of the whole batch, and distances between them.
 
 Shapes: N samples of the global batch, D features.
 """
@@ -11,7 +11,7 @@ from trainables.methods.contract import BuildContext, MethodBatch, ModelOutputs
 
 
 def check_one_tap(method: str, context: BuildContext) -> None:
-    """Refuse more than one feature of a model for a method that compares one. Raises ExperimentError."""
+    """Raise ExperimentError if a model has more than one tap, for a method that compares one feature."""
     for name, model in (("student", context.student), ("teacher", context.teacher)):
         if model is not None and len(model.shapes) != 1:
             raise ExperimentError(
@@ -20,14 +20,14 @@ def check_one_tap(method: str, context: BuildContext) -> None:
 
 
 def all_rows(student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> tuple[Tensor, ...]:
-    """The features of every sample of the global batch, flattened: the student's (N, D), and the teacher's."""
+    """Return the flattened features of every sample of the global batch: the student's (N, D), and the teacher's."""
     return batch.all_gather_many(*(outputs.features[0].flatten(1) for outputs in (student, teacher)))
 
 
 def squared_distances_of_pairs(rows_ND: Tensor) -> Tensor:
-    """Squared distances of all pairs, (N, N): at least 1e-12, as published codes have it, and 0 on the diagonal."""
+    """Compute squared distances of all pairs, (N, N): at least 1e-12, as in published code, and 0 on the diagonal."""
     rows = len(rows_ND)
-    # Distances do not change with the origin, but far from it a difference of squares loses digits.
+    # Centering does not change distances, and far from the origin a difference of squares would lose digits.
     centred_ND = rows_ND - rows_ND.detach().sum(0) / max(rows, 1)
     squares_N = centred_ND.square().sum(1)
     squared_NN = squares_N[:, None] + squares_N[None] - 2 * centred_ND @ centred_ND.T
@@ -35,10 +35,10 @@ def squared_distances_of_pairs(rows_ND: Tensor) -> Tensor:
 
 
 def off_diagonal(rows_ND: Tensor) -> Tensor:
-    """(N, N): 1 for two different samples, 0 on the diagonal."""
+    """Return (N, N) with 1 for different samples and 0 on the diagonal."""
     return 1 - torch.eye(len(rows_ND), dtype=rows_ND.dtype, device=rows_ND.device)
 
 
 def with_gradient(values: Tensor, gradients: Tensor, at: Tensor) -> Tensor:
-    """`values` with known `gradients` with respect to `at`: a scalar, or (B,) where each depends on its row of `at`."""
+    """Attach known `gradients` with respect to `at` to `values`: a scalar, or (B,) if each depends on its row of `at`."""
     return values.detach() + (gradients * (at - at.detach())).flatten(values.ndim).sum(-1)

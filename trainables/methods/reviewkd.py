@@ -1,22 +1,22 @@
 """Distilling Knowledge via Knowledge Review: Chen, Liu, Zhao and Jia 2021 (CVPR), sections 3.2 to 3.4.
 
 A level of the teacher teaches this level of the student and all deeper ones. From the deepest to the shallowest, the student's
-map is fused with what the deeper levels left (attention based fusion, ABF, figure 3a), and what comes out is compared with the
+map is fused with the residual of the deeper levels (attention based fusion, ABF, figure 3a), and the result is compared with the
 teacher's map at several sizes (hierarchical context loss, HCL, figure 3b).
 
-ABF: x = BN(conv 1×1 (map)), M channels wide; r, the residual that the deeper level passed on, at the size of x by the nearest
-position; z = sigmoid(conv 1×1 ([x; r])), two channels; x = z₀·x + z₁·r, at the teacher's size by the nearest position. x is
-passed on; BN(conv 3×3 (x)) is compared. M is the channels of the student's deepest level, 512 at most.
+ABF: x = BN(conv 1×1 (map)) with M channels; r is the residual of the deeper level, resized to x (nearest);
+z = sigmoid(conv 1×1 ([x; r])) with two channels; x = z₀·x + z₁·r, resized to the teacher's map (nearest). x is passed on as the
+residual, and BN(conv 3×3 (x)) is compared. M is the number of channels of the student's deepest level, at most 512.
 
-HCL: the mean square of the difference, plus 1/2, 1/4, 1/8 of that of both maps averaged to 4×4, 2×2, 1×1, as far as these are
-smaller, divided by the sum of the factors used; summed over levels. These are the authors' code's, which the paper's text leaves
-open. The last level is `pooled`, as a map of one position. As in mdistiller for CIFAR, the student is read after the last
-activation of its stages, the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`). In the
-authors' code for ImageNet an activation in place overwrites what it read before it: `[stages, pooled]` for both.
+HCL: the mean squared difference, plus 1/2, 1/4, 1/8 of that of both maps averaged to 4×4, 2×2, 1×1, if these are smaller, divided
+by the sum of the factors used; summed over levels. The factors are those of the authors' code; the paper does not give them. The
+last level is `pooled`, as a map of one position. As in mdistiller for CIFAR, the student is read after the last activation of its
+stages, and the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`). In the authors' code for
+ImageNet an in-place activation overwrites the value that was read before it: `[stages, pooled]` for both.
 
-The weight rises with every step from 0. The authors' CIFAR-100/train.py has min(1, epoch / 20) with epochs counted from 0, so
-none through the first (`warmup_by: epoch_from_0`); mdistiller counts from 1 (`epoch_from_1`). That train.py never puts the
-teacher into eval mode either, so it normalizes by each batch (`teacher_norm: batch`); ImageNet/imagenet_amp.py and mdistiller do.
+The weight rises with every step from 0. The authors' CIFAR-100/train.py uses min(1, epoch / 20) with epochs counted from 0, so it
+is 0 in the first one (`warmup_by: epoch_from_0`); mdistiller counts from 1 (`epoch_from_1`). That train.py also never puts the
+teacher into eval mode, so it normalizes by each batch (`teacher_norm: batch`); ImageNet/imagenet_amp.py and mdistiller do.
 
 Shapes: B batch, C channels, H W positions, M channels of the residual.
 """
@@ -35,13 +35,13 @@ from trainables.methods.contract import BuildContext, Method, MethodBatch, Model
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 
 SIZES = (4, 2, 1)
-"""Positions a side at which maps are compared, in addition to their own size."""
+"""Side lengths at which maps are compared, in addition to their own size."""
 
 
 class ReviewKDOptions(TeacherNormOptions):
-    """The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100 (resnet56→resnet20: 0.6); how long it warms up.
+    """The authors' weight and warm-up for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100 (resnet56→resnet20: 0.6).
 
-    For ImageNet they take a weight of 1 and no warm-up.
+    For ImageNet they use a weight of 1 and no warm-up.
     """
 
     weight: NonNegative = 5.0
@@ -58,7 +58,7 @@ class ReviewKD(Method):
     requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: ReviewKDOptions, context: BuildContext) -> None:
-        """Raises ExperimentError where student and teacher have different numbers of levels."""
+        """Raises ExperimentError: student and teacher have different numbers of levels."""
         super().__init__(options, context)
         assert context.teacher is not None
         of_maps = dataclasses.replace(context, student=_of_maps(context.student), teacher=_of_maps(context.teacher))
@@ -70,7 +70,7 @@ class ReviewKD(Method):
         )
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`review` of each sample, (B,), summed over levels."""
+        """Return `review` of each sample, (B,), summed over levels."""
         deeper_BMHW, losses = None, []
         for level in reversed(range(len(self._fusions))):
             target_BCHW = _as_map(teacher.features[level])
@@ -80,7 +80,7 @@ class ReviewKD(Method):
 
 
 class Fusion(nn.Module):
-    """ABF of one level; the deepest has nothing to fuse with."""
+    """ABF of one level; the deepest one has no residual to fuse with."""
 
     def __init__(self, inputs: int, width: int, outputs: int, *, fuses: bool, group: Group) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Fusion(nn.Module):
         self.attention = nn.Conv2d(2 * width, 2, 1) if fuses else None
 
     def forward(self, map_BCHW: Tensor, deeper_BMHW: Tensor | None, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What is compared with the teacher's map of this `size`, and what is passed on, (B, M, H, W)."""
+        """Return the map to compare with the teacher's of this `size`, and the residual (B, M, H, W)."""
         x_BMHW: Tensor = self.narrow(map_BCHW)
         if self.attention is not None:
             assert deeper_BMHW is not None
@@ -107,7 +107,7 @@ def _convolved(inputs: int, outputs: int, kernel: int, group: Group) -> nn.Seque
 
 
 def hierarchical_context_loss(student_BCHW: Tensor, teacher_BCHW: Tensor) -> Tensor:
-    """HCL of each sample, (B,)."""
+    """Compute HCL of each sample, (B,)."""
     loss_B = mean_per_sample((student_BCHW - teacher_BCHW).square())
     factor = total = 1.0
     for size in SIZES:

@@ -3,13 +3,13 @@
 - distance: huber(‖s_i − s_j‖/μ_s, ‖t_i − t_j‖/μ_t) over pairs, μ the mean distance of the batch's pairs;
 - angle: huber(cos∠s_i s_j s_k, cos∠t_i t_j t_k) over triples, the angle at one sample between two others.
 
-huber is ½x² up to |x| = 1 and |x| − ½ beyond. As in the authors' code, RepDistiller's and mdistiller's the means are over all N²
-and N³ entries, those of a sample with itself, which are 0, included; the paper's, over distinct samples, are larger by N/(N − 1)
-and N²/((N − 1)(N − 2)). Means of nothing are 0. Squared distances are at least 1e-12, as in the codes.
+huber is ½x² up to |x| = 1 and |x| − ½ beyond. As in the code of the authors, RepDistiller and mdistiller, means are over all N²
+and N³ entries, including the zeros of a sample with itself; the paper's, over distinct samples, are larger by N/(N − 1) and
+N²/((N − 1)(N − 2)). Means of nothing are 0. Squared distances are at least 1e-12, as in those codes.
 
-The N³ angles are computed in parts, by the samples at their vertices, each part with its gradient: memory is that of one part.
+The N³ angles are computed in chunks of vertices, each with its gradient, so that only one chunk is in memory.
 
-Shapes: B samples of this rank, N of the global batch, D features, A samples at which angles lie.
+Shapes: B samples of this rank, N of the global batch, D features, A vertices of angles.
 """
 
 import torch
@@ -22,8 +22,8 @@ from trainables.methods.contract import BuildContext, Method, MethodBatch, Model
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap, off_diagonal, squared_distances_of_pairs, with_gradient
 
-_PART = 2**24
-"""Numbers in one part of the angles: 64 MiB in float32."""
+_CHUNK_SIZE = 2**24
+"""Values in one chunk of the angles: 64 MiB in float32."""
 
 
 class RKDOptions(MethodOptions):
@@ -34,7 +34,7 @@ class RKDOptions(MethodOptions):
 
 
 class RKD(Method):
-    """25·huber of the pairs' distances by their mean + 50·huber of the triples' angles."""
+    """25·huber of the pairs' distances divided by their mean + 50·huber of the triples' angles."""
 
     Options = RKDOptions
     options: RKDOptions
@@ -47,7 +47,7 @@ class RKD(Method):
         check_one_tap("rkd", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`distance` and `angle`, scalars, with their weights in them."""
+        """Return `distance` and `angle`, scalars, multiplied by their weights."""
         student_ND, teacher_ND = all_rows(student, teacher, batch)
         rows = len(student_ND)
         distances = functional.smooth_l1_loss(distances_by_mean(student_ND), distances_by_mean(teacher_ND), reduction="sum")
@@ -58,22 +58,22 @@ class RKD(Method):
 
 
 def distances_by_mean(rows_ND: Tensor) -> Tensor:
-    """Distances of all pairs divided by the mean over pairs of different samples, (N, N); 0 on the diagonal."""
+    """Compute distances of all pairs divided by the mean over pairs of different samples, (N, N); 0 on the diagonal."""
     rows = len(rows_ND)
     off_NN = off_diagonal(rows_ND)
-    # 1 under the root of the diagonal, whose gradient is not finite at 0.
+    # The diagonal is set to 1 under the square root, whose gradient at 0 is not finite.
     distances_NN = (squared_distances_of_pairs(rows_ND) + (1 - off_NN)).sqrt() * off_NN
     mean = distances_NN.sum() / max(rows * (rows - 1), 1)
     return distances_NN / mean.clamp(min=1e-6)
 
 
-def angle_differences(student_ND: Tensor, teacher_ND: Tensor, *, part: int = _PART) -> Tensor:
-    """Σ over triples of huber(cosine of the student's angle, the teacher's), a scalar.
+def angle_differences(student_ND: Tensor, teacher_ND: Tensor, *, chunk_size: int = _CHUNK_SIZE) -> Tensor:
+    """Compute Σ over triples of huber(cosine of the student's angle, the teacher's), a scalar.
 
-    `part`: how many numbers are in memory at once.
+    `chunk_size` is the number of values in memory at once.
     """
     rows, widest = len(student_ND), max(student_ND.shape[1], teacher_ND.shape[1])
-    size = max(part // max(rows * (rows + widest), 1), 1)
+    size = max(chunk_size // max(rows * (rows + widest), 1), 1)
     if rows <= size:
         return _angle_differences(student_ND, teacher_ND, student_ND, teacher_ND)
     leaf_ND = student_ND.detach().requires_grad_()
@@ -92,6 +92,6 @@ def _angle_differences(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tenso
 
 
 def _cosines(at_AD: Tensor, rows_ND: Tensor) -> Tensor:
-    """Of the angles at each of A samples between all pairs of rows, (A, N, N); 0 where one of the pair is the sample itself."""
+    """Compute cosines of the angles at A vertices between all pairs of rows, (A, N, N); 0 if a row is the vertex itself."""
     directions_AND = unit(rows_ND[None] - at_AD[:, None])
     return directions_AND @ directions_AND.transpose(1, 2)

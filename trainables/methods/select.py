@@ -1,4 +1,4 @@
-"""The methods that an experiment selects, with their options and what these need, for `trainables.rules`."""
+"""Select an experiment's methods, with their options and requirements, for `trainables.rules`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from trainables.models.forward import seeded
 
 
 class SelectedMethod(NamedTuple):
-    """A method of an experiment."""
+    """One method of an experiment."""
 
     key: str
     """Its name in `distill.options` and in the records."""
     method_class: type[Method]
     options: MethodOptions
     teacher: int | None = None
-    """The number of the one that it reads of several; None: it reads what there is."""
+    """The number of the one teacher that it reads; None for the only one, the ensemble, or none."""
 
     @property
     def requires(self) -> Requirements:
@@ -45,7 +45,7 @@ class SelectedMethod(NamedTuple):
 
     @property
     def beyond_logits(self) -> str | None:
-        """What the method needs of a teacher besides its logits; None: nothing."""
+        """What the method needs from a teacher besides logits, for messages; None if nothing."""
         if not self.requires.teacher:
             return None
         if self.teacher_taps:
@@ -54,45 +54,45 @@ class SelectedMethod(NamedTuple):
 
     @property
     def standardizes(self) -> bool:
-        """Whether it reads logits less their mean, by their deviation."""
+        """Whether it standardizes logits: subtracts their mean and divides by their standard deviation."""
         return isinstance(self.options, StandardizeOptions) and self.options.standardize
 
     @property
     def whole_student(self) -> str | None:
-        """What of it needs the whole student on a rank, of which a pipeline stage has a part; None: nothing."""
+        """The feature of it that needs the whole student on each rank, so no pipeline stages; None if there is none."""
         if init_epochs(self.options):
             return "an init stage"
         return "its teacher's classifier in the student" if self.requires.reuses_classifier else None
 
     def build(self, context: BuildContext) -> Method:
-        """The method, on the CPU in float32. Its initial parameters depend on its name and the seed only.
+        """Build the method on the CPU in float32. Its initial parameters depend only on its name and the seed.
 
-        Raises DistillError: it does not fit the models, or has batch norms that it does not declare.
+        Raises DistillError: it does not fit the models, or has batch norms without declaring `whole_batch`.
         """
         with seeded(f"method/{self.key}:{context.seed}"):
             try:
                 method = self.method_class(self.options, context)
             except DistillError:
                 raise
-            except (Exception, SystemExit) as error:  # a user's method may fail in any way
+            except (Exception, SystemExit) as error:  # a user's method may raise anything
                 reason = next(iter(str(error).strip().splitlines()), "")
                 raise ExperimentError.of_key(
                     "distill.method", f"{self.key} cannot be built for these models ({type(error).__name__}: {reason})"
                 ) from error
         undeclared = has_global_batch_norm(method) and not self.requires.whole_batch
-        if undeclared and not has_global_batch_norm(context.student.model):  # else it may have them as the student does
+        if undeclared and not has_global_batch_norm(context.student.model):  # they may be the student's
             raise ExperimentError.of_key(
-                "distill.method", f"{self.key} has batch norms of its own: declare requires = Requirements(whole_batch=True)"
+                "distill.method", f"{self.key} has its own batch norms: declare requires = Requirements(whole_batch=True)"
             )
         return method
 
 
 def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
-    """The methods of `distill` with their options, without those of weight 0.
+    """Load the methods of `distill` with their options, leaving out those of weight 0.
 
     Raises:
         ExperimentError: a method cannot be loaded.
-        pydantic.ValidationError: a method does not have such options.
+        pydantic.ValidationError: a method does not accept its options.
     """
     found = []
     for key, name in distill.keys.items():
@@ -102,10 +102,10 @@ def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
 
 
 def for_teachers(methods: Sequence[SelectedMethod], shares: Sequence[float]) -> tuple[SelectedMethod, ...]:
-    """With several teachers, which have `shares` of 1, a method that reads more than logits becomes one for each teacher: `embed`
-    becomes `embed1`, `embed2`, …, whose weights are the method's times the shares.
+    """Split each method that reads more than logits into one per teacher, if there are several: `embed` becomes `embed1`,
+    `embed2`, …. Each weight is the method's times the teacher's share; `shares` add up to 1.
 
-    Raises ExperimentError: another method has such a key.
+    Raises ExperimentError: another method has the same key.
     """
     found = list[SelectedMethod]()
     for method in methods:
@@ -116,20 +116,22 @@ def for_teachers(methods: Sequence[SelectedMethod], shares: Sequence[float]) -> 
             options = method.options.model_copy(update={"weight": share * method.options.weight})
             found.append(method._replace(key=f"{method.key}{number + 1}", options=options, teacher=number))
     keys = [method.key for method in found]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ExperimentError.of_key("distill.method", f"{twice} is a method's name, and another one with a teacher: rename it")
+    if duplicate := next((key for key in keys if keys.count(key) > 1), None):
+        raise ExperimentError.of_key(
+            "distill.method", f"{duplicate} is also the name of another method's copy for a teacher: rename it"
+        )
     return tuple(found)
 
 
 def task_weight(distill: DistillConfig, selected: Sequence[SelectedMethod]) -> float:
-    """The weight of the labels' cross-entropy: the user's, otherwise the largest default of the methods."""
+    """Return the weight of the labels' cross-entropy: the user's, otherwise the methods' largest default."""
     if distill.task_weight is not None:
         return distill.task_weight
     return max((method.task_weight for method in selected), default=1.0)
 
 
 def student_name(student: str, teacher: TeacherConfig | None, selected: Sequence[SelectedMethod]) -> str:
-    """The name of the model that is trained: `student`, or STUDENT+TEACHER where a method reuses the teacher's classifier."""
+    """Return the name of the trained model: `student`, or STUDENT+TEACHER if a method reuses the teacher's classifier."""
     if teacher is None or not any(method.requires.reuses_classifier for method in selected):
         return student
     suffix = f"{REUSE_SEPARATOR}{teacher.model}"

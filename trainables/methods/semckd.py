@@ -5,15 +5,15 @@ Every layer l of the student learns from every layer m of the teacher, each samp
     L = (1 / N·n_s) Σ over samples i, l, m of α[i, l, m]·mean over C, H and W of (r_lm(s_l) − t_m)²
     α[i, l, ·] = softmax over m of (q_l[i]·k_m[i] / temperature)
 
-q_l and k_m are computed from the similarities of a sample with its batch: A = F·Fᵀ, F the flattened maps of the batch; a row of A
-passes W₂·relu(W₁·A + b₁) + b₂ and is divided by its norm. W₁ has as many columns as a batch has samples. r_lm is 1×1
-convolution, batch norm, ReLU, 3×3, batch norm, ReLU, 1×1; the larger of two maps is averaged to the smaller one's size first.
+q_l and k_m are computed from the similarities of a sample with its batch, A = F·Fᵀ with F the flattened maps: a row of A passes
+W₂·relu(W₁·A + b₁) + b₂ and is divided by its norm. W₁ has as many columns as a batch has samples. r_lm is 1×1 convolution, batch
+norm, ReLU, 3×3, batch norm, ReLU, 1×1; the larger of two maps is first averaged to the smaller one's size.
 
-Deviations from the authors' code: the batch is the global one, on any number of workers; of a shorter last batch the rows of A
-are filled up with zeros (the code drops it); a zero vector is not divided by its norm.
+Deviations from the authors' code: the batch is the global one, on any number of workers; for a shorter last batch the rows of A
+are zero-padded (the code drops it); a zero vector is not divided by its norm.
 
-Shapes: B batch of this rank, N global batch, G the most that N can be, S and T layers of student and teacher, C channels,
-H W positions, D features, E features of a query or key.
+Shapes: B batch of this rank, N global batch, G maximum of N, S and T layers of student and teacher, C channels, H W positions,
+D features, E features of a query or key.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,10 +32,10 @@ from trainables.methods.features import pooled_alike, unit
 
 
 class SemCKDOptions(MethodOptions):
-    """The authors' for CIFAR-100, where they add kd with weight 1 (`method: [kd, semckd]`)."""
+    """The authors' values for CIFAR-100, where they add kd with weight 1 (`method: [kd, semckd]`)."""
 
     weight: NonNegative = 400.0
-    temperature: Positive = Field(1.0, description="by which products of queries and keys are divided")
+    temperature: Positive = Field(1.0, description="divisor of the products of queries and keys")
 
 
 class SemCKD(Method):
@@ -48,7 +48,7 @@ class SemCKD(Method):
     requires = Requirements(logits=False, whole_batch=True)
 
     def __init__(self, options: SemCKDOptions, context: BuildContext) -> None:
-        """Raises ExperimentError where a tap is no map."""
+        """Raises ExperimentError: a tap is not a map."""
         super().__init__(options, context)
         self._rows = context.global_batch_size
         assert context.teacher is not None
@@ -56,7 +56,7 @@ class SemCKD(Method):
         for model, shapes in (("student", students), ("teacher", teachers)):
             if not shapes or any(len(shape) != 3 for shape in shapes):
                 raise ExperimentError(
-                    f"distill.options.semckd.{model}_taps: semckd reads maps (C, H, W), the {model} has {shapes}: name stages"
+                    f"distill.options.semckd.{model}_taps: semckd reads maps (C, H, W), but the {model} has {shapes}: name stages"
                 )
         self._queries = nn.ModuleList(_embedding(self._rows) for _ in students)
         self._keys = nn.ModuleList(_embedding(self._rows) for _ in teachers)
@@ -65,7 +65,7 @@ class SemCKD(Method):
         )
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`calibrated`, a scalar."""
+        """Return `calibrated`, a scalar."""
         flat_ND = batch.all_gather_many(*(map_BCHW.flatten(1) for map_BCHW in (*student.features, *teacher.features)))
         queries_NSE = self._embedded(self._queries, flat_ND[: len(self._queries)])
         keys_NTE = self._embedded(self._keys, flat_ND[len(self._queries) :])
@@ -75,7 +75,7 @@ class SemCKD(Method):
         return {"calibrated": shares_NS.sum() / max(shares_NS.numel(), 1)}
 
     def _embedded(self, embeddings: Iterable[nn.Module], layers: Sequence[Tensor]) -> Tensor:
-        """A query or key of each layer, given as all samples' rows (N, D), from their similarities."""
+        """Return a query or key for each layer from the similarities of its samples' rows (N, D)."""
         embedded = []
         for embedding, flat_ND in zip(embeddings, layers, strict=True):
             similar_NN = flat_ND @ flat_ND.T
@@ -84,7 +84,7 @@ class SemCKD(Method):
         return torch.stack(embedded, 1)
 
     def _distances(self, students: Sequence[Tensor], teachers: Sequence[Tensor]) -> Tensor:
-        """Mean squares of the differences of all pairs of layers, (B, S, T)."""
+        """Compute the mean squared differences of all pairs of layers, (B, S, T)."""
         rows = []
         for regressors, student_BCHW in zip(self._regressors, students, strict=True):
             row = []

@@ -33,12 +33,12 @@ class SP(Method):
         check_one_tap("sp", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`similarity`, a scalar."""
+        """Return `similarity`, a scalar."""
         student_ND, teacher_ND = all_rows(student, teacher, batch)
         difference_NN = similarities(student_ND) - similarities(teacher_ND)
         return {"similarity": difference_NN.square().sum() / max(len(difference_NN), 1) ** 2}
 
 
 def similarities(rows_ND: Tensor) -> Tensor:
-    """Inner products of all pairs of rows, (N, N), each row divided by its norm."""
+    """Compute inner products of all pairs of rows, (N, N), with each row divided by its norm."""
     return unit(rows_ND @ rows_ND.T)

@@ -1,15 +1,14 @@
 """Knowledge Distillation via Softmax Regression Representation Learning: Yang, Martinez, Bulat and Tzimiropoulos 2021 (ICLR),
 section 3.
 
-h_t is what the teacher's classifier (W, b) reads, h_s what a connector makes of the student's last map: 1×1 convolution, batch
-norm, ReLU, mean over positions. Two losses:
+h_t is the input of the teacher's classifier (W, b), and h_s a connector's output for the student's last map: 1×1 convolution,
+batch norm, ReLU, mean over positions. There are two losses:
 
     L_FM = mean over D of (h_t − h_s)²                  the features match
-    L_SR = mean over K of (z_t − (W·h_s + b))²          the teacher's classifier has the same output, z_t its logits
+    L_SR = mean over K of (z_t − (W·h_s + b))²          the teacher's classifier gives the same logits, z_t
 
-The classifier stays as it is; L_SR's gradient goes through it to h_s. This is the form of the authors' code for ImageNet, and
-the convolution's first weights are drawn as there. SimKD's repository has the connector on the pooled vector instead:
-`student_taps: [pooled]`.
+The classifier is frozen; L_SR's gradient flows through it to h_s. This follows the authors' code for ImageNet, including the
+convolution's initialization. SimKD's repository has the connector on the pooled vector instead: `student_taps: [pooled]`.
 
 Shapes: B batch, C channels, H W positions, D features of the teacher, K classes.
 """
@@ -35,7 +34,7 @@ class SRRLOptions(MethodOptions):
 
 
 class SRRL(Method):
-    """mean (h_t − h_s)² + mean (z_t − W·h_s − b)², h_s a connector's, W and b the teacher's."""
+    """mean (h_t − h_s)² + mean (z_t − W·h_s − b)², with h_s from a connector, W and b the teacher's."""
 
     requires = Requirements(student_logits=False, teacher_model=True, whole_batch=True)
     Options = SRRLOptions
@@ -43,16 +42,16 @@ class SRRL(Method):
     terms = ("feature", "regression")
 
     def __init__(self, options: SRRLOptions, context: BuildContext) -> None:
-        """Raises ExperimentError or ModelError where the teacher has no linear classifier on what is tapped."""
+        """Raises ExperimentError or ModelError: the teacher has no linear classifier on the tapped features."""
         super().__init__(options, context)
         assert context.teacher is not None
-        self._classifier = (classifier(context.teacher.model),)  # in a tuple: it is no part of the method
+        self._classifier = (classifier(context.teacher.model),)  # in a tuple, so that it is not a submodule
         width = self._classifier[0].in_features
         student, teacher = context.student.shapes, context.teacher.shapes
         if teacher != ((width,),):
             raise ExperimentError(
-                f"distill.options.srrl.teacher_taps: srrl reads what the teacher's classifier does, ({width},), not {teacher}: "
-                "leave teacher_taps out"
+                f"distill.options.srrl.teacher_taps: srrl reads the teacher's classifier input, ({width},), not {teacher}: "
+                "leave out teacher_taps"
             )
         if len(student) != 1 or len(student[0]) not in (1, 3):
             raise ExperimentError(
@@ -62,7 +61,7 @@ class SRRL(Method):
         self._connector = connector(student[0][0], width, context.group).append(nn.ReLU())
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`feature` (L_FM) and `regression` (L_SR) of each sample, (B,), with their weights."""
+        """Return `feature` (L_FM) and `regression` (L_SR) of each sample, (B,), multiplied by their weights."""
         (map_BCHW,), (target_BD,) = student.features, teacher.features
         if map_BCHW.ndim == 2:
             map_BCHW = map_BCHW[..., None, None]

@@ -1,9 +1,9 @@
 """Standardized features of a teacher: Ranzinger, Barker, Heinrich, Molchanov, Catanzaro and Tao 2024, "PHI-S: Distribution
 Balancing for Label-Free Multi-Teacher Distillation".
 
-y = W·(x − μ), with the mean μ and the covariance Σ = U·Λ·Uᵀ of the teacher's features (its divisor is their number):
+y = W·(x − μ), with the mean μ and the covariance Σ = U·Λ·Uᵀ of the teacher's features (divided by their number):
 
-- `per_channel` (equation 6): W = diag(1/σ), σ² the diagonal of Σ; a channel that never changes is left as it is;
+- `per_channel` (equation 6): W = diag(1/σ), σ² the diagonal of Σ; a constant channel is not scaled;
 - `phi_s` (equations 22 to 26): W = φ⁻¹·H·Uᵀ, φ² the mean of Λ, and H a normalized Hadamard matrix, each of whose entries is
   ±1/√D, so that the variance of every channel is 1 and distances change by one factor.
 
@@ -25,23 +25,23 @@ from trainables.notices import notice
 Kind = Literal["per_channel", "phi_s"]
 
 _NULL = 1e-10
-"""An eigenvalue smaller than the largest by this factor is a zero that was rounded."""
+"""An eigenvalue smaller than the largest by this factor is a rounded zero."""
 
 
 class FeatureStandardizer(nn.Module):
-    """y = W·(x − μ), which changes nothing until `finish` has computed both from what `add` was called with."""
+    """Computes y = W·(x − μ). It is the identity until `finish` has computed W and μ from the features given to `add`."""
 
     mean_D: Tensor
     weight_DD: Tensor
 
     def __init__(self, kind: Kind, width: int, *, seed: int, where: str) -> None:
-        """`where`: whose features they are, for the notice that there is no Hadamard matrix of this width."""
+        """`where` describes the features in the notice that there is no Hadamard matrix of this width."""
         super().__init__()
         self._rotation_DD = hadamard(width) if kind == "phi_s" else None
         if kind == "phi_s" and self._rotation_DD is None:
             notice(
-                f"{where}: no Hadamard matrix of {width} rows is known here: a random orthogonal matrix takes its place, with"
-                " which the channels' variances are 1 on average only"
+                f"{where}: no Hadamard matrix with {width} rows can be constructed: a random orthogonal matrix is used instead,"
+                " so the channels' variances are only 1 on average"
             )
             generator = torch.Generator().manual_seed(seed)
             self._rotation_DD = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64, generator=generator)).Q
@@ -50,17 +50,17 @@ class FeatureStandardizer(nn.Module):
         self._sums: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, D) standardized."""
+        """Standardize (…, D)."""
         return nn.functional.linear(x - self.mean_D, self.weight_DD)
 
     def add(self, x_ND: Tensor) -> None:
-        """Add features of this rank to the sums, which are in float64."""
+        """Add features of this rank to the float64 sums."""
         x_NE = torch.cat([x_ND.double(), x_ND.new_ones(len(x_ND), 1, dtype=torch.float64)], 1)
-        products_EE = x_NE.T @ x_NE  # Σ x·xᵀ, Σ x and their number
+        products_EE = x_NE.T @ x_NE  # Σ x·xᵀ, Σ x and N
         self._sums = products_EE if self._sums is None else self._sums + products_EE
 
     def finish(self, group: Group) -> None:
-        """Compute μ and W of what all ranks have added, on the CPU, on each of them: eigenvectors may differ by processor."""
+        """Compute μ and W from the sums of all ranks, on the CPU of each rank. Eigenvectors may differ between processors."""
         assert self._sums is not None
         sums_EE = all_reduce_sum(self._sums, group).cpu()
         number = sums_EE[-1, -1].clamp(min=1)
@@ -79,8 +79,8 @@ class FeatureStandardizer(nn.Module):
 
 
 def eigenvectors(covariance_DD: Tensor) -> Tensor:
-    """The eigenvectors of a covariance, as columns. Rounding leaves any basis of its null space possible, and any signs: both are
-    chosen so that one that was summed in another order gives the same."""
+    """Return a covariance's eigenvectors as columns. Signs and the basis of the null space, which rounding would decide, are
+    chosen so that they do not depend on the order of summation."""
     values_D, vectors_DD = torch.linalg.eigh(covariance_DD)
     marks_D = torch.arange(1, len(values_D) + 1, dtype=values_D.dtype).sqrt()
     null_DR = vectors_DD[:, values_D < _NULL * values_D[-1]]
@@ -91,7 +91,7 @@ def eigenvectors(covariance_DD: Tensor) -> Tensor:
 
 
 def hadamard(rows: int) -> Tensor | None:
-    """A Hadamard matrix divided by the root of its rows, (R, R) in float64; None: no construction here gives so many rows."""
+    """Build a Hadamard matrix divided by √R, (R, R) in float64; None if the constructions do not cover this size."""
     if rows == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     pair = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
@@ -108,8 +108,8 @@ def hadamard(rows: int) -> Tensor | None:
 
 
 def _conference(q: int, *, below: int) -> Tensor:
-    """(q + 1, q + 1): 0 on the diagonal, ones to its right in the first row and `below` under it in the first column; the rest is
-    1 where the difference of row and column is a square modulo q, and −1 elsewhere."""
+    """Build (q + 1, q + 1): 0 on the diagonal, 1 in the rest of the first row and `below` in the rest of the first column. Other
+    entries are 1 if the difference of row and column is a square modulo q, else −1."""
     character_q = -torch.ones(q, dtype=torch.float64)
     character_q[torch.arange(q) ** 2 % q] = 1
     character_q[0] = 0

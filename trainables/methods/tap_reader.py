@@ -1,4 +1,4 @@
-"""One model's outputs for several methods, each with its own taps.
+"""Read one model's outputs for several methods, each with its own taps.
 
 Shapes: B samples of this rank, K classes.
 """
@@ -27,7 +27,7 @@ class TapReader:
         image_size: int,
         without_logits: Collection[str] = (),
     ):
-        """`taps`: method → its taps on this model, and `without_logits` those that read no logits. `name`: the model's.
+        """`taps` maps each method to its taps on this model; `without_logits` are the methods that read no logits.
 
         Raises ModelError: the model has no such tap.
         """
@@ -36,11 +36,11 @@ class TapReader:
         self._keys = tuple(taps)
 
     def spec(self, key: str) -> ModelSpec:
-        """The model as one method sees it."""
+        """Return the model's spec for one method."""
         return ModelSpec(self._model, self._taps[key].shapes if key in self._taps else (), self._name)
 
     def named_shapes(self, key: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The taps of one method by their full names, in its order, each with its shape."""
+        """Return one method's taps in order, as (expanded name, shape)."""
         taps = self._taps.get(key)
         return tuple(zip(taps.names, taps.shapes, strict=True)) if taps is not None else ()
 
@@ -49,16 +49,16 @@ class TapReader:
         return frozenset(path for taps in self._taps.values() for path in taps.modules)
 
     def capture(self) -> contextlib.ExitStack:
-        """A context whose forward passes are captured, see `Taps.capture`."""
+        """Return a context that captures forward passes, see `Taps.capture`."""
         stack = contextlib.ExitStack()
         for taps in self._taps.values():
             stack.enter_context(taps.capture())
         return stack
 
     def pop(self, output: Any, num_rows: int) -> dict[str, ModelOutputs]:
-        """Method → the first `num_rows` rows of the logits and of its captured features, in float32 or wider.
+        """Return for each method the first `num_rows` rows of the logits and its captured features, in float32 or wider.
 
-        `output`: of the model, whose logits may be anything where no method reads them. The reader keeps no reference to it.
+        `output` is the model's and may have any form if no method reads logits. The reader drops its references.
         """
         logits = None if self._without_logits.issuperset(self._keys) else _first_rows(logits_and_aux(output)[0], num_rows)
         features = {key: tuple(_first_rows(tensor, num_rows) for tensor in taps.pop()) for key, taps in self._taps.items()}
@@ -66,10 +66,10 @@ class TapReader:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """float32, or float64 unchanged: sums of half-precision numbers are not exact enough for a loss."""
+    """Convert to float32, except float64: half precision is too inexact for a loss."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _first_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    """The first rows in float32 or wider; the tensor itself where it has no more, so that it stays in its model's graph."""
+    """Slice the first rows in float32 or wider; a tensor with no more rows is not sliced."""
     return at_least_float32(tensor if len(tensor) == num_rows else tensor[:num_rows])

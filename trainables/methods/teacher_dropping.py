@@ -2,8 +2,8 @@
 Multi-teacher Distillation", section 3.3.
 
 An image learns from the teacher with the largest loss, and from each other one with probability 1 − p. Losses are divided by the
-sum of what is left, here Σ over the images of the global batch and their teachers of the teacher's share: p = 0 changes nothing.
-A teacher's loss is that of all methods with it, by their weights but not by its share.
+total share of the remaining (image, teacher) pairs of the global batch, so that p = 0 changes nothing. A teacher's loss sums all
+methods that use it, with their weights but without its share.
 
 Shapes: B samples of this rank, N of the global batch, E teachers.
 """
@@ -20,7 +20,7 @@ from trainables.distributed.gather import Gather
 
 @dataclass(frozen=True)
 class TeacherDropping:
-    """Which images learn from which teachers, a function of (seed, epoch, sample) and the losses."""
+    """Decides which images learn from which teachers, as a function of (seed, epoch, sample) and the losses."""
 
     probability: float
     seed: int
@@ -37,7 +37,7 @@ class TeacherDropping:
         views_B: Tensor,
         gather: Gather,
     ) -> dict[str, Tensor]:
-        """Method key → the weight of each image's loss (B,), for `terms` (B,) and their `weights`. Every rank calls it."""
+        """Return for each method key the weights (B,) of the images' losses, given `terms` (B,) and `weights`. Collective."""
         some = next(iter(terms[next(iter(self.teachers))].values()))
         losses_EB = [torch.zeros_like(some) for _ in self.shares]
         for key, number in self.teachers.items():

@@ -2,8 +2,8 @@
 algorithm 1.
 
 "Knowledge Distillation Based on Transformed Teacher Matching". The teacher's probabilities are raised to the power γ = 1/T and
-normalized, which is its softmax at temperature T; the student keeps temperature 1, and there is no T²:
-L = KL(softmax(z_t/T) ‖ softmax(z_s)). WTTM weighs each sample by U = Σ_k p_t(k)^γ, which is large where the teacher is in doubt.
+normalized, which is its softmax at temperature T; the student's temperature is 1, and there is no factor T²:
+L = KL(softmax(z_t/T) ‖ softmax(z_s)). WTTM weights each sample by U = Σ_k p_t(k)^γ, which is large if the teacher is uncertain.
 
 Shapes: B batch, K classes.
 """
@@ -19,15 +19,15 @@ from trainables.methods.logits import LogitOptions, divergence
 
 
 class TTMOptions(LogitOptions):
-    """The paper's for vgg13 → vgg8 (table 8); it tunes γ and the weight by pair.
+    """The paper's values for vgg13 → vgg8 (table 8); it tunes γ and the weight for each pair.
 
     TTM: 45 at γ = 0.1; 7 at γ = 0.3 for resnet56 → resnet20; 100 at γ = 0.1 for resnet32x4 → resnet8x4. WTTM, at the same γ:
     2.25, 1.5 and 3. ImageNet, ResNet-34 → 18, WTTM: 1.6 at γ = 0.8.
     """
 
-    weight: NonNegative = Field(45.0, description="of the method's loss; default 2.25 with `weighted`")
+    weight: NonNegative = Field(45.0, description="weight of the method's loss; default 2.25 with `weighted`")
     temperature: Positive = Field(10.0, description="T, by which the teacher's logits are divided: 1/γ")
-    weighted: bool = Field(False, description="WTTM: each sample weighs what the powers of its teacher's probabilities sum to")
+    weighted: bool = Field(False, description="WTTM: weight each sample by the sum of its teacher's probabilities to the power γ")
 
     @model_validator(mode="before")
     @classmethod
@@ -43,7 +43,7 @@ class TTM(Method):
     terms = ("kl",)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`kl` of each sample, (B,)."""
+        """Return `kl` of each sample, (B,)."""
         options = self.options
         student_BK, teacher_BK = options.logits(student, teacher, options.temperature)
         kl_B = divergence(student_BK, teacher_BK / options.temperature)

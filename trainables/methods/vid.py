@@ -1,11 +1,11 @@
 """Variational information distillation: Ahn, Hu, Damianou, Lawrence and Dai 2019 (CVPR), "Variational Information Distillation
 for Knowledge Transfer", section 2: the loss of the Gaussian observation model.
 
-The mutual information of the teacher's and the student's map is bounded from below with a normal distribution q of the teacher's
-values, whose mean μ is computed from the student's map and whose variance σ² each channel has one of, learned too. The loss is
-−log q without its constant; it may be negative. The paper sums over a map's values, RepDistiller takes their mean.
+The mutual information of the teacher's and the student's map has a lower bound with a normal distribution q of the teacher's
+values. Its mean μ is computed from the student's map, and its variance σ² is learned for each channel. The loss is −log q without
+its constant and may be negative. The paper sums over a map's values, RepDistiller averages them.
 
-In mdistiller the variances are in a plain list, which the optimizer never sees; here they are learned, as in the paper.
+In mdistiller the variances are in a plain list, so the optimizer never gets them; here they are learned, as in the paper.
 
 Shapes: B batch, C channels, H W positions.
 """
@@ -22,14 +22,14 @@ from trainables.config import MethodOptions
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.methods.features import Shape, paired_maps, pooled_alike
 
-_LEAST_VARIANCE = 1e-5
-"""As in RepDistiller, added to what is learned."""
+_MIN_VARIANCE = 1e-5
+"""Added to the learned variance, as in RepDistiller."""
 
 
 class VIDOptions(MethodOptions):
     """RepDistiller's defaults for CIFAR-100: weight 1, variances from 5, after each stage."""
 
-    initial_variance: Annotated[float, Field(gt=_LEAST_VARIANCE)] = Field(5.0, description="σ² of each channel at first")
+    initial_variance: Annotated[float, Field(gt=_MIN_VARIANCE)] = Field(5.0, description="initial σ² of each channel")
     variant: Literal["repdistiller", "paper"] = Field(
         "repdistiller", description="repdistiller: mean over a map's values; paper: the sum over them"
     )
@@ -49,7 +49,7 @@ class VID(Method):
         self.normals = nn.ModuleList([_Normal(*pair, options.initial_variance) for pair in paired_maps("vid", context)])
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`information` of each sample, (B,): the information about the teacher that the student lacks."""
+        """Return `information` of each sample, (B,): the information about the teacher that the student lacks."""
         total_B = student.features[0].new_zeros(len(batch.labels_B))
         for normal, *pair in zip(self.normals, student.features, teacher.features, strict=True):
             values_BCHW = normal(*pooled_alike(*pair))
@@ -71,11 +71,11 @@ class _Normal(nn.Module):
             nn.ReLU(),
             nn.Conv2d(outputs, outputs, 1, bias=False),
         )
-        above = initial_variance - _LEAST_VARIANCE
+        above = initial_variance - _MIN_VARIANCE
         self.raw_variance_C = nn.Parameter(torch.full((outputs,), above + math.log(-math.expm1(-above))))  # softplus's inverse
 
     def forward(self, student_BCHW: Tensor, teacher_BCHW: Tensor) -> Tensor:
-        """−log q of each of the teacher's values, without the constant, (B, C, H, W)."""
-        variance_C11 = (functional.softplus(self.raw_variance_C) + _LEAST_VARIANCE)[:, None, None]
+        """Return −log q of each of the teacher's values without the constant, (B, C, H, W)."""
+        variance_C11 = (functional.softplus(self.raw_variance_C) + _MIN_VARIANCE)[:, None, None]
         difference_BCHW: Tensor = teacher_BCHW - self.mean(student_BCHW)
         return difference_BCHW.square() / (2 * variance_C11) + 0.5 * variance_C11.log()

@@ -1,4 +1,4 @@
-"""The description of its model in the header of a checkpoint of ours, read without loading a tensor or importing torch."""
+"""Read the model description in the header of our checkpoints, without loading tensors or importing torch."""
 
 import json
 import os
@@ -19,7 +19,7 @@ FOLDER_FILES = (
     *("model.safetensors", f"model.safetensors{INDEX_SUFFIX}"),
     *("pytorch_model.bin", f"pytorch_model.bin{INDEX_SUFFIX}", "pytorch_model.pth", "model.pth"),
 )
-"""The weights in a folder that timm or Hugging Face has saved, in the order in which they are looked for."""
+"""Weight files in a folder saved by timm or Hugging Face, in lookup order."""
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,33 @@ class CheckpointHeader:
     """In label order."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    """With `mean`, how its images were normalized, by channel; () in older checkpoints."""
+    """Per-channel normalization with `mean`; () in older checkpoints."""
     interpolation: str = "bilinear"
-    """The filter with which its images were resized."""
+    """The filter that resized its images."""
     shards: tuple[str, ...] = ()
-    """The names of the files next to it that have its tensors, where it was written by pipeline stages."""
+    """Names of the files next to it with its tensors, if it was written by pipeline stages."""
     transform_input: bool = False
     """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
     logit_scale: float | None = None
-    """Its model has no classifier, and the file an embedding of each class: logits are so many times the cosine to these."""
+    """Set if the file has class embeddings instead of a classifier: logits are `logit_scale` times the cosine to each."""
 
 
 def checkpoints_of(folder: Path) -> tuple[Path, Path]:
-    """The checkpoints that the directory of a run, or of a stage, stands for: a run's student's, a stage's own."""
+    """Return the checkpoints that a directory may stand for: that of a run's student, and that of a stage."""
     return RunDir(folder).stage("student").best, StageDir(folder).best
 
 
 def locate_checkpoint(weights: str) -> Path | None:
-    """The file of `weights`, or None where it is the name of published weights.
+    """Return the file of `weights`, or None for the name of published weights.
 
-    A directory stands for the first of its `checkpoints_of` that there is, else of FOLDER_FILES.
+    A directory stands for the first existing file of its `checkpoints_of`, then of FOLDER_FILES.
 
-    Raises CheckpointError: there is no such file, or no checkpoint in the directory.
+    Raises CheckpointError: the file does not exist, or the directory has no checkpoint.
     """
     if weights.startswith(HUB_SCHEMES):
         return None
     if "://" in weights:
-        raise CheckpointError(f"{weights} is no file: copy it to a folder that all nodes mount, and give its path there")
+        raise CheckpointError(f"{weights} is not a file: copy it to a folder that all nodes mount, and give that path")
     path = expand_home(weights.removeprefix(FOLDER_SCHEME))
     if path.is_dir():
         candidates = checkpoints_of(path)
@@ -79,7 +79,7 @@ def locate_checkpoint(weights: str) -> Path | None:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file has this name, or its beginning: the length of a JSON object, and the object."""
+    """Whether a file is safetensors by its name, or by its first bytes: the length of a JSON object, then the object."""
     if path.suffix == ".safetensors":
         return True
     with path.open("rb") as file:
@@ -87,9 +87,9 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
-    """The header of a checkpoint; None for a safetensors file that is not one of ours.
+    """Read a checkpoint's header; None for a safetensors file that is not one of ours.
 
-    Raises CheckpointError: the file is damaged, of another library, cannot be read, or has an invalid header.
+    Raises CheckpointError: the file is damaged, unreadable or another library's, or has an invalid header.
     """
     metadata = _metadata(path)
     if META_KEY not in metadata:
@@ -118,12 +118,12 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    """The texts in a safetensors file's header."""
+    """Read the metadata in a safetensors file's header."""
     try:
         refuse_foreign(path)
         with safe_open(path, framework="np") as file:
             return file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}): it was cut off or damaged; use another copy"
+            f"{path} is not a complete safetensors file ({error}): it is truncated or damaged; use another copy"
         ) from None

@@ -1,4 +1,4 @@
-"""Logits of a model without a classifier: scaled cosines between its output and an embedding of each class.
+"""Compute logits of a model without a classifier as scaled cosines between its output and class embeddings.
 
 This is zero-shot classification as in CLIP: Radford et al. 2021, "Learning Transferable Visual Models From Natural Language
 Supervision", section 3.1.2.
@@ -22,44 +22,44 @@ from trainables.models.libraries.interface import TrainedInput
 from trainables.notices import notice
 
 ZeroShot = tuple[str, float] | None
-"""The file of a teacher's class embeddings, and the scale of its logits."""
+"""The file of a teacher's class embeddings and the scale of its logits."""
 
 
 CLASS_EMBEDDINGS = "class_embeddings"
-"""The name of their tensor (K, D), in float64, in a checkpoint of ours that has them."""
+"""The name of the float64 tensor (K, D) in our checkpoints."""
 
 
 class ClassEmbeddings(NamedTuple):
-    """An embedding of each of the data's classes, in their order: as in the file, in float64."""
+    """An embedding for each of the data's classes, in label order, unnormalized and in float64."""
 
     file: str
     rows_KD: Tensor
     scale: float
 
     def classify(self, model: nn.Module, image_size: int, *, name: str) -> None:
-        """From here on the output of `model`, features (B, D), are logits (B, K); its state dict stays as it is.
+        """Make `model` return logits (B, K) instead of features (B, D). Its state dict does not change.
 
-        Raises ModelError: D is another.
+        Raises ModelError: the embeddings have another D.
         """
         if (width := output_width(model, image_size)) != self.rows_KD.shape[1]:
             raise ModelError(
-                f"teacher.classes: {self.file} has embeddings of {self.rows_KD.shape[1]} numbers, and the output of {name} has "
-                f"{width}: write those of the text model that was trained with it"
+                f"teacher.classes: {self.file} has embeddings of width {self.rows_KD.shape[1]}, but the output of {name} has "
+                f"width {width}: use embeddings from the text model that was trained with it"
             )
         model.add_module(COSINES, _Cosines(self.scale * normalize(self.rows_KD)))
-        if type(model).forward is not nn.Sequential.forward:  # which calls it as its last part
+        if type(model).forward is not nn.Sequential.forward:  # a Sequential calls the new module itself
             model.register_forward_hook(lambda model, args, output: model.get_submodule(COSINES)(logits_and_aux(output)[0]))
 
 
 class _Cosines(nn.Module):
-    """From features (B, D) to logits (B, K)."""
+    """Maps features (B, D) to logits (B, K)."""
 
     def __init__(self, rows_KD: Tensor) -> None:
         super().__init__()
         self.register_buffer("rows_KD", rows_KD, persistent=False)
 
     def forward(self, features_BD: Tensor) -> Tensor:
-        """In float32 or wider, also under autocast, whose rounding the scale would enlarge."""
+        """Compute in float32 or wider, even under autocast, as the scale would amplify its rounding."""
         dtype = torch.promote_types(features_BD.dtype, torch.float32)
         with torch.autocast("cpu" if features_BD.is_meta else features_BD.device.type, enabled=False):
             return linear(normalize(features_BD.to(dtype)), self.get_buffer("rows_KD").to(dtype))
@@ -70,9 +70,10 @@ def output_width(model: nn.Module, image_size: int) -> int:
 
 
 def read_class_embeddings(file: str, scale: float, classes: Sequence[str]) -> ClassEmbeddings:
-    """The rows of a .npy file for these classes, by the names next to it, or in their order. The latter is a notice.
+    """Read the rows of a .npy file for these classes, by the names in the .txt file next to it, or without one in file order,
+    with a notice.
 
-    Raises CheckpointError: it cannot be read, is no (K, D) of finite floats, or has not these classes.
+    Raises CheckpointError: it cannot be read, is not a (K, D) array of finite floats, or does not have these classes.
     """
     names_file, what = Path(file).with_suffix(".txt"), f"teacher.classes: {file}"
     try:
@@ -88,11 +89,11 @@ def read_class_embeddings(file: str, scale: float, classes: Sequence[str]) -> Cl
         raise CheckpointError(f"{what} has numbers that are not finite, or only zeros, in {first_three(bad)}: write it again")
     if len(rows_KD) != len(classes if names is None else names):
         has = f"the data {len(classes)} classes" if names is None else f"{names_file} {len(names)} names"
-        raise CheckpointError(f"{what} has {len(rows_KD)} rows and {has}: write one name a line into {names_file}, in order")
+        raise CheckpointError(f"{what} has {len(rows_KD)} rows and {has}: write one name per line into {names_file}, in order")
     rows = None
     if names is None:
-        order = f"its rows are taken as {first_three(classes)} in the data's order"
-        notice(f"{what}: there is no {names_file.name} with names: {order}")
+        order = f"its rows are used as {first_three(classes)} in the data's order"
+        notice(f"{what}: there is no {names_file.name} with class names: {order}")
     else:
         try:
             rows = class_rows(TrainedInput(0, (), (), len(names), categories=names), classes, file, ours=True)

@@ -1,6 +1,6 @@
-"""Which of a teacher's classes are the data's, by WordNet id or by name, and its classifier's rows in the data's order.
+"""Match a teacher's classes to the data's by WordNet id or name, to select the classifier's rows in label order.
 
-Importing this costs no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from trainables.models.libraries.interface import WORDNET_ID, TrainedInput, inst
 from trainables.notices import notice
 
 _NUMBERED = re.compile(r"\D*(\d+)")
-_REMEDY = "give weights trained on these classes; a teacher without weights is trained on them first"
+_REMEDY = "choose weights trained on these classes, or leave weights out to train the teacher on them first"
 
 
 def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours: bool) -> tuple[int, ...] | None:
-    """For each class of the data its label in the weights `what`; None where labels are the same, or names cannot be compared.
+    """Return each data class's label in the weights `what`; None if labels are equal or names are not comparable.
 
-    Names of a checkpoint of `ours` must be the same. Published ones are compared without case and underscores, and not with
-    numbers; as many classes of other names are taken to be the data's. What is selected is a notice.
+    Names in a checkpoint of `ours` must match exactly. Published names are compared ignoring case and underscores; if the number
+    of classes is equal but most names differ, the classes are assumed to be the data's. A selection raises a notice.
 
     Raises:
         OtherClassesError: a class is missing, or the counts differ.
-        AmbiguousClassesError: a class has several labels, or two have one; numbers were sorted as text.
+        AmbiguousClassesError: a class has several labels, two classes have one label, or numbers were sorted as text.
     """
     count, is_exact = record.num_classes, ours
     if ours:
         labels = _labels(classes, record.categories)
     elif all(map(WORDNET_ID.fullmatch, classes)) and (record.wordnet_ids or not installed("timm")):
         if not record.wordnet_ids and count != len(classes):
-            ids = f"{len(classes)} of WordNet ids, which are looked up in timm", "`pip install raydistill[timm]`"
-            raise AmbiguousClassesError.of(f"{what} has {count} classes and the data {ids[0]}", ids[1], count)
+            fact = f"{what} has {count} classes and the data {len(classes)} WordNet ids, which only timm can look up"
+            raise AmbiguousClassesError.of(fact, "`pip install raydistill[timm]`", count)
         # ImageNet's labels are in the order of their ids.
         labels, is_exact = _labels(classes, record.wordnet_ids or sorted(classes)), True
     else:
@@ -46,7 +46,7 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
         in_place = all(label in found or not found for label, found in enumerate(labels))
         if not is_exact and num_found < count / 2:  # other names
             if record.categories:
-                notice(f"weights {what}: its {count} classes have other names than the data's, and are taken in their order")
+                notice(f"weights {what}: its {count} classes have other names than the data's, and are matched by order")
             return None
         if in_place and (num_found == count or not is_exact):
             return None
@@ -55,13 +55,13 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
             fact = f"{what} has {count} classes, none of them {name!r}, and the data has {len(classes)}"
             raise OtherClassesError.of(fact, _REMEDY, count)
         if len(found) > 1:
-            instead = "name the data's by WordNet ids (n01440764, …)"
+            instead = "name the data's classes by WordNet ids (n01440764, …)"
             raise AmbiguousClassesError.of(f"{what} has several classes {name!r}", instead, count)
     rows = tuple(found[0] for found in labels)
     first = {row: name for name, row in zip(reversed(classes), reversed(rows), strict=True)}
     for name, row in zip(classes, rows, strict=True):
         if first[row] != name:
-            fact = f"{what}: {first[row]!r} and {name!r} of the data are one class of it, {row}"
+            fact = f"{what}: {first[row]!r} and {name!r} of the data are both its class {row}"
             raise AmbiguousClassesError.of(fact, "merge the two folders", count)
     by = "by WordNet id" if is_exact and not ours else "by name"
     notice(f"weights {what}: {len(rows)} of its {count} classes are used, {by}, in the order of the data's")
@@ -69,7 +69,7 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
 
 
 def _labels(classes: Sequence[str], published: Sequence[str]) -> list[list[int]]:
-    """For each class where its name is."""
+    """Return for each class the positions of its name."""
     found: dict[str, list[int]] = {}
     for label, name in enumerate(published):
         found.setdefault(name, []).append(label)
@@ -81,12 +81,12 @@ def _plain(name: str) -> str:
 
 
 def _check_numbers(classes: Sequence[str], what: str) -> None:
-    """Refuse the numbers of all labels in another order, which were sorted as text: 10 before 2."""
+    """Raise AmbiguousClassesError if the class names are all numbers, sorted as text: 10 before 2."""
     numbers = [int(re.sub(r"\D", "", name)) for name in classes]
     expected = sorted(numbers)
     if expected == list(range(expected[0], expected[0] + len(numbers))) and numbers != expected:
         label = next(label for label, number in enumerate(numbers) if number != expected[label])
         number = expected[label]
-        fact = f"{what} has its classes in another order: class {label} is number {number}, the data's is {classes[label]!r}"
-        instead = "name them by numbers of one length (0002, …) or by WordNet ids (n01440764, …)"
+        fact = f"{what} has its classes in another order: its class {label} is number {number}, the data's is {classes[label]!r}"
+        instead = "name the data's classes by numbers of equal length (0002, …) or by WordNet ids (n01440764, …)"
         raise AmbiguousClassesError.of(fact, instead, len(classes))

@@ -1,7 +1,7 @@
-"""Weights of other names, or for another image size, by the conversion of the model's own library; and why weights do not fit.
+"""Convert weights with other names or for another image size by the model's library, and explain why weights do not fit.
 
-torchvision resamples a ViT's position table; timm has a filter for most of its models, which resamples tables and renames what
-the papers' authors published, and reads their .npz files.
+torchvision resamples a ViT's position table. timm has a filter for most of its models, which resamples tables and renames the
+tensors of the original publications, and it reads .npz files.
 """
 
 import math
@@ -20,17 +20,18 @@ from trainables.models.registry import USUAL_SIZES, construct
 from trainables.models.state_match import Match, compare, expected_tensors, is_read
 from trainables.notices import notice
 
-TRAINED_WITH_CLASSES = "give weights that were trained with a classifier on this data"
+TRAINED_WITH_CLASSES = "choose weights that were trained with a classifier on this data"
 
 
 def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str, Tensor], str]:
-    """The state as the library of `model` converts it, and what was changed; empty: it does not fit after that either."""
+    """Convert a state by the library of `model`. Returns it with a description of the changes, or empty if it still does not
+    fit."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the library's own resampling
+            warnings.simplefilter("ignore")  # from the library's own resampling
             library = next((library for library in LIBRARIES.values() if library.owns(model)), LIBRARIES["ours"])
             state = dict(library.convert(model, dict(match.state), image_size))
-    except Exception:  # a library's own code on tensors of any name and shape: the mismatch says more
+    except Exception:  # the library's code on arbitrary tensors: the mismatch message explains more
         return {}, ""
     state = {name: tensor for name, tensor in state.items() if is_read(name)}
     if any(compare(state, expected_tensors(model))):
@@ -47,9 +48,9 @@ def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str
 
 
 def load_npz(model: nn.Module, path: Path, name: str, num_classes: int) -> None:
-    """Load a .npz file as timm does for this model.
+    """Load a .npz file into a timm model.
 
-    Raises CheckpointError: timm does not, or the file has not all of its tensors, as those of a head for other classes.
+    Raises CheckpointError: timm does not support that, or tensors are missing, for example a head for these classes.
     """
     load_pretrained = getattr(model, "load_pretrained", None)
     if load_pretrained is None:
@@ -60,9 +61,9 @@ def load_npz(model: nn.Module, path: Path, name: str, num_classes: int) -> None:
                 tensor.fill_(math.nan)
     try:
         load_pretrained(str(path))
-    except Exception as error:  # a library's own code on arrays of any name and shape
+    except Exception as error:  # the library's code on arbitrary arrays
         raise CheckpointError(
-            f"{path} is an .npz file that timm cannot convert for {name} ({first_line(error)}): give another"
+            f"{path} is an .npz file that timm cannot convert for {name} ({first_line(error)}): choose another file"
         ) from None
     left = [key for key, tensor in model.state_dict().items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if left:
@@ -72,24 +73,24 @@ def load_npz(model: nn.Module, path: Path, name: str, num_classes: int) -> None:
 
 
 def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes: int, image_size: int) -> CheckpointError:
-    """The one line that says what does not fit, and what to write."""
+    """Return the error that explains in one line what does not fit, and the remedy."""
     if (count := _other_num_classes(match, model, name, image_size)) is not None:
         if count:
             fact = f"{path} has {count} classes and the data has {num_classes}"
         else:
-            extra = f"; the file has {first_three(match.outside)} too" if match.outside else ""
-            fact = f"{path} has {name} without its classifier{_where(match)}: it misses {first_three(match.missing)}{extra}"
+            extra = f"; the file also has {first_three(match.outside)}" if match.outside else ""
+            fact = f"{path} has {name} without its classifier{_where(match)}: it lacks {first_three(match.missing)}{extra}"
         return OtherClassesError.of(fact, TRAINED_WITH_CLASSES, count)
     expected, state, misshapen = expected_tensors(model), match.state, match.misshapen
     named = not match.missing and not match.unexpected
     if named and (size := _fitting_size(name, state, num_classes)):
         return CheckpointError(
-            f"{path} fits {name} for images of {size}×{size}, by its {misshapen[0]}: set teacher.image_size to {size}"
+            f"{path} fits {name} for images of {size}×{size} (see {misshapen[0]}): set teacher.image_size to {size}"
         )
     if not named and (foreign := foreign_names(match.unexpected)):
         return CheckpointError(f"{path} does not fit {name}: it is {foreign}")
     shapes = [f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}" for key in misshapen]
-    parts = (("misses", match.missing), ("has unknown", match.unexpected), ("has another shape of", shapes))
+    parts = (("lacks", match.missing), ("has unknown", match.unexpected), ("has other shapes:", shapes))
     differences = "; ".join(f"{verb} {first_three(keys)}" for verb, keys in parts if keys)
     return CheckpointError(
         f"{path} does not fit {name}: it{_where(match)} {differences}; write the model that it was saved from, or another file"
@@ -97,7 +98,7 @@ def mismatch(match: Match, model: nn.Module, path: Path, name: str, num_classes:
 
 
 def _fitting_size(name: str, state: Mapping[str, Tensor], num_classes: int) -> int | None:
-    """The usual image size for which the model has the shapes of `state`."""
+    """Return the common image size for which the model has the shapes of `state`, or None."""
     for size in USUAL_SIZES:
         try:
             with torch.device("meta"):
@@ -110,12 +111,12 @@ def _fitting_size(name: str, state: Mapping[str, Tensor], num_classes: int) -> i
 
 
 def _where(match: Match) -> str:
-    """The match's place in its file, as a part of a message."""
+    """Describe the match's place in its file, as part of a message."""
     return f" under {match.prefix!r}" * bool(match.prefix) + f" in {match.candidate.path}" * bool(match.candidate.path)
 
 
 def _other_num_classes(match: Match, model: nn.Module, name: str, image_size: int) -> int | None:
-    """The number of classes in a file that fits but for its classifier, 0 where it has none; None: it does not."""
+    """Return the number of classes (0 without a classifier) of a file that fits except for its classifier, otherwise None."""
     try:
         bare = construct(name, num_classes=0, image_size=image_size, seed=0)
     except ModelError:

@@ -1,7 +1,7 @@
-"""Where a model can be cut into pipeline stages: where its graph narrows to one tensor.
+"""Find the points where a model can be cut into pipeline stages: where its `torch.fx` graph narrows to one tensor.
 
-The graph is that of `torch.fx`. A residual or dense connection is a second tensor, so that no cut goes through it. A module
-whose own forward cannot be traced (it branches on values) is a node of the graph: it is never cut inside.
+A residual or dense connection is a second tensor, so no cut crosses it. A module whose forward cannot be traced (it branches on
+values) is one node of the graph and is never cut inside.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from trainables.models.forward import dry_forward
 
 
 def cut_points(model: nn.Module, image_size: int, uncut: Collection[str] = ()) -> list[str]:
-    """Where `model` can be cut, in the order of its forward; the same in training and in eval mode.
+    """Return the cut points of `model` in forward order that are valid in both training and eval mode.
 
-    A cut is named by the outermost module that begins there. Each side of it has parameters, and no parameter is on both. All
-    modules of `uncut` (paths) are in the last stage.
+    A cut is named by the outermost module that begins there. Each side has parameters, and none is on both sides. All modules
+    of `uncut` (paths) are in the last stage.
 
     Raises ModelError: the model's forward cannot be traced.
     """
@@ -55,20 +55,20 @@ def _cut_points(model: nn.Module, image_size: int, uncut: Collection[str]) -> It
         if begins is None or len(live) != 1 or not before or not after or before & after:
             continue
         (crossing,) = live
-        # Between two places that the same tensor crosses only its shape is looked at: they are one.
+        # Between two points crossed by the same tensor only its shape is read, so they are one cut.
         if crossing in can_be_sent and crossing is not crossed:
             crossed = crossing
             yield begins
 
 
 def _tensors(node: fx.Node, model: nn.Module) -> set[int]:
-    """The ids of the parameters and buffers that a node computes with."""
+    """Return the ids of the parameters and buffers that a node uses."""
     sources = [each for each in node.all_input_nodes if each.op == "get_attr"] + [node] * (node.op == "call_module")
     return set().union(*(tensor_ids(operator.attrgetter(str(each.target))(model)) for each in sources))
 
 
 class _Values(fx.Interpreter):
-    """Runs a traced model, and looks at the tensors of two samples that gradients can flow through."""
+    """Runs a traced model on two samples, and records the tensors that gradients can flow through."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         super().__init__(traced)
@@ -76,11 +76,11 @@ class _Values(fx.Interpreter):
         traced.forward = self.run
 
     def can_be_sent(self, image_size: int) -> set[fx.Node]:
-        """Those that nothing changes in place, which autograd refuses of a tensor that was received."""
+        """Return the nodes whose tensors are not changed in place, which autograd forbids for a received tensor."""
         assert isinstance(self.module, fx.GraphModule)
         try:
             dry_forward(self.module, image_size, training=self.module.training)
-        except Exception as error:  # of a graph that is not what the model does
+        except Exception as error:  # the graph does not compute what the model does
             raise cannot_be_cut(self.module, error) from error
         return {node for node, value, version in self._found if value._version == version}
 

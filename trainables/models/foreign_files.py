@@ -1,6 +1,7 @@
-"""Files and folders that are no state dict of PyTorch: what each is, how it is recognised, and what to write instead.
+"""Recognize files and folders that are not PyTorch state dicts, with a remedy for each.
 
-Nothing is loaded: names, first bytes and the names in an archive decide. Importing this costs no torch.
+Nothing is loaded: the decision uses file names, first bytes and the names in an archive. Importing this module does not import
+torch.
 """
 
 import re
@@ -18,13 +19,13 @@ _HEAD_BYTES = 1024
 
 
 class Facts(NamedTuple):
-    """What a file or folder shows without being loaded."""
+    """The properties of a file or folder that are visible without loading it."""
 
     name: str
     head: bytes
     """Its first bytes; empty for a folder."""
     members: frozenset[str]
-    """The last parts of the names in a zip archive, or the names in a folder."""
+    """The base names in a zip archive, or the names in a folder."""
 
 
 class ForeignFile(NamedTuple):
@@ -75,7 +76,7 @@ FOREIGN: tuple[ForeignFile, ...] = (
     ),
     ForeignFile("gzip-compressed", _starts(b"\x1f\x8b"), "unpack it and give the file of one model in it"),
 )
-"""In the order in which they are tried."""
+"""Kinds of foreign files, tried in this order."""
 
 FOREIGN_NAMES: tuple[tuple[str, re.Pattern[str], str], ...] = (
     (
@@ -99,11 +100,11 @@ FOREIGN_NAMES: tuple[tuple[str, re.Pattern[str], str], ...] = (
         "give the weights from which it was made",
     ),
 )
-"""State dicts of other libraries, by the names of their tensors: what it is, a pattern of a name, what to write."""
+"""State dicts of other libraries: description, pattern of a tensor name, remedy."""
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises CheckpointError: the file or folder is one that `FOREIGN` knows, or a tar or zip archive of files."""
+    """Raise CheckpointError if the file or folder is one of `FOREIGN`, or a tar or zip archive of files."""
     facts = _facts(path)
     for foreign in FOREIGN:
         if foreign.recognize(facts):
@@ -115,7 +116,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def foreign_names(names: Iterable[str]) -> str | None:
-    """What a state dict with these names is and what to write instead; None: of no library in `FOREIGN_NAMES`."""
+    """Return a description and remedy for a state dict with these names; None if it is none of `FOREIGN_NAMES`."""
     for what, pattern, instead in FOREIGN_NAMES:
         if any(pattern.search(name) for name in names):
             return f"{what}: {instead}"
@@ -123,7 +124,7 @@ def foreign_names(names: Iterable[str]) -> str | None:
 
 
 def is_npz(path: Path) -> bool:
-    """Whether it is an archive of numpy's arrays."""
+    """Whether the file is an archive of numpy arrays."""
     return any(member.endswith(".npy") for member in _facts(path).members)
 
 
@@ -141,6 +142,6 @@ def _facts(path: Path) -> Facts:
         try:
             with zipfile.ZipFile(path) as archive:
                 members = frozenset(name.rpartition("/")[2] for name in archive.namelist())
-        except zipfile.BadZipFile:  # cut off, as whoever reads it says
+        except zipfile.BadZipFile:  # truncated; the reader reports it
             return Facts(path.name, head, members)
     return Facts(path.name, head, members)

@@ -1,6 +1,6 @@
 """Forward passes without side effects, logits of any classifier's output, and seeding.
 
-Importing this costs no torch.
+Importing this module does not import torch.
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -21,19 +21,19 @@ AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 """Weight of an auxiliary head's cross-entropy: Szegedy et al. 2014 (GoogLeNet) give 0.3; Inception v3 is trained with 0.4."""
 
 COSINES = "_cosines"
-"""The module that makes logits of the features of a model without a classifier, see `class_embeddings`."""
+"""Name of the module that computes logits from features in a model without a classifier, see `class_embeddings`."""
 
 MAX_CPU_WORK = 10**10
-"""Parameters times pixels up to which a dry forward pass runs on the CPU, in about 50 ms. Larger models run on the meta device,
-which only computes shapes: its batch norm imports torch._dynamo, 1.4 s of a core."""
+"""Maximum product of parameters and pixels for a dry forward pass on the CPU, about 50 ms. Larger models run on the meta device,
+which only computes shapes, but whose batch norm imports torch._dynamo in 1.4 CPU seconds."""
 
 
 def dry_forward(
     model: nn.Module, image_size: int, *, training: bool, batch_size: int = 2, frozen: tuple[type[nn.Module], ...] = ()
 ) -> Any:
-    """The output of `model` for blank images, on the CPU or for a large model on the meta device.
+    """Run `model` on blank images, on the CPU or for a large model on the meta device, and return its output.
 
-    Parameters, batch statistics, modes and generators stay as they are. Modules of the `frozen` classes stay in eval mode.
+    Parameters, batch statistics, modes and generators stay unchanged. Modules of the `frozen` classes run in eval mode.
     """
     import torch
     from torch.func import functional_call
@@ -57,14 +57,14 @@ def dry_forward(
 
 
 def has_classifier(model: nn.Module) -> bool:
-    """Whether its output is logits. Otherwise it is pooled features (B, D), as timm's are with `num_classes` 0."""
+    """Whether the model returns logits; otherwise it returns pooled features (B, D), as timm's do with `num_classes` 0."""
     return getattr(model, "num_classes", None) != 0 or hasattr(model, COSINES)
 
 
 def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...]]:
-    """Logits (B, K), and (weight, logits) of each auxiliary head, whose weighted cross-entropy joins the task's in training.
+    """Return the logits (B, K), and (weight, logits) of each auxiliary head, whose weighted cross-entropy is added in training.
 
-    Raises ModelError: the output is something else than logits.
+    Raises ModelError: the output is not logits.
     """
     import torch
 
@@ -79,7 +79,7 @@ def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...
 
 @contextmanager
 def seeded(key: str) -> Iterator[None]:
-    """Seed torch's CPU generator from `key`, and restore its state afterwards. Other devices' generators stay as they are."""
+    """Seed torch's CPU generator from `key` within the context, then restore its state. Other generators stay unchanged."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,6 @@
-"""What a model takes: square images of a size, a normalization and an interpolation of its own.
+"""A model's input format: image size, normalization and interpolation.
 
-It imports no torch; `trainables.models.pixels` makes a model prepare its input.
+This module does not import torch; `trainables.models.pixels` makes a model prepare its input.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ ANTIALIASED = ("bilinear", "bicubic")
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Images (B, 3, image_size, image_size), of which (pixels - mean) / std is the model's input."""
+    """Images (B, 3, image_size, image_size), normalized as (pixels - mean) / std."""
 
     image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bilinear"
-    """torch's name of how crops of another size are resized, antialiased."""
+    """torch's mode for the antialiased resizing of crops of another size."""
 
     def __str__(self) -> str:
         return f"{self.image_size} px, mean {_listed(self.mean)}, std {_listed(self.std)}, {self.interpolation}"
 
 
 def student_input(data: DataConfig) -> ModelInput:
-    """The input of a model that is trained on these images from scratch."""
+    """Return the input of a model trained on these images from scratch."""
     return ModelInput(data.image_size, data.mean, data.std)
 
 
 def teacher_input(teacher: WeightedConfig, data: DataConfig) -> ModelInput:
-    """The input of a teacher: what the experiment says, else what its weights record, else that of the data.
+    """Return a teacher's input: from the experiment, else from its weights' record, else from the data.
 
-    Where neither says a size, a model that takes any size gets the crops as they are. Raises as `trained_input` does.
+    A model that accepts any size gets the data's size unless the experiment sets one. Raises as `trained_input` does.
     """
     if teacher.weights is None:  # it is trained from scratch
         return student_input(data)
@@ -53,12 +53,12 @@ def teacher_input(teacher: WeightedConfig, data: DataConfig) -> ModelInput:
 
 
 def trained_model_input(config: TrainConfig) -> ModelInput:
-    """The input of the model that a job trains: a given teacher's own where that is fine-tuned, else the data's."""
+    """Return the input of the model that a job trains: that of a fine-tuned teacher, otherwise the data's."""
     return student_input(config.data) if config.finetuned is None else teacher_input(config.finetuned, config.data)
 
 
 def input_warnings(model: WeightedConfig | StudentConfig, data: DataConfig, key: str = "teacher") -> list[str]:
-    """What a user may not expect of the input of a model with weights, a line each. `key`: of its section."""
+    """Return warnings, one line each, about the input of a model with weights. `key` is its section of the experiment."""
     record, lines = trained_input(model.model, str(model.weights)), []
     if isinstance(model, StudentConfig):
         name, seen, keys, is_written = f"student {model.model}", student_input(data), "data", False
@@ -67,26 +67,26 @@ def input_warnings(model: WeightedConfig | StudentConfig, data: DataConfig, key:
     normalized = f"mean {_listed(seen.mean)} and std {_listed(seen.std)}"
     if not is_written and not (record and record.mean):
         lines.append(
-            f"{name}: {model.weights} does not say how its images were normalized: it gets {normalized}; if that is wrong, set "
+            f"{name}: {model.weights} does not record its normalization: it gets {normalized}; if that is wrong, set "
             f"{keys}.mean and {keys}.std"
         )
     if record is not None and record.mean and (record.mean, record.std) != (seen.mean, seen.std):
         lines.append(
-            f"{name} was trained with mean {_listed(record.mean)} and std {_listed(record.std)}, and gets {normalized}: if that "
+            f"{name} was trained with mean {_listed(record.mean)} and std {_listed(record.std)}, but gets {normalized}: if that "
             f"is wrong, leave out {keys}.mean and {keys}.std"
         )
     if seen.image_size > data.image_size:
         lines.append(
-            f"{name} sees crops of {data.image_size} px enlarged to {seen.image_size}: a larger data.image_size has more to see"
+            f"{name} gets crops of {data.image_size} px enlarged to {seen.image_size}: a larger data.image_size has more detail"
         )
     if record is not None and record.image_size != seen.image_size:
         lines.append(
-            f"{name} was trained on images of {record.image_size} px and sees {seen.image_size}: set {keys}.image_size to "
+            f"{name} was trained on images of {record.image_size} px but gets {seen.image_size}: set {keys}.image_size to "
             f"{record.image_size} to resize them"
         )
     return lines
 
 
 def _listed(values: tuple[float, ...]) -> str:
-    """One number where all are equal."""
+    """Format as a list, or as one number if all are equal."""
     return f"{values[0]:g}" if len({*values}) == 1 else f"[{', '.join(f'{value:g}' for value in values)}]"

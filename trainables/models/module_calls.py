@@ -1,4 +1,4 @@
-"""The calls of a model's modules in one forward pass on blank images (`forward.dry_forward`), as hooks see them.
+"""Record the calls of a model's modules in one forward pass on blank images (`forward.dry_forward`), as hooks see them.
 
 Shapes: B batch.
 """
@@ -19,20 +19,20 @@ Direction = Literal["in", "out"]
 
 
 class Call(NamedTuple):
-    """The first argument (`in`) or the result (`out`) of a call of a module."""
+    """The first argument (`in`) or the result (`out`) of a module's call."""
 
     path: str
     """The module's dotted path; empty for the model itself."""
     direction: Direction
     value: Any
     version: int
-    """How often the tensor was changed in place before."""
+    """Number of in-place changes of the tensor so far."""
     passed_on: bool
-    """The module returned what it was given."""
+    """Whether the module returned its argument."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Empty where the value is no tensor."""
+        """Empty if the value is not a tensor."""
         return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
 
     @property
@@ -46,15 +46,15 @@ class Call(NamedTuple):
         return isinstance(self.value, Tensor) and self.value._version != self.version
 
     def is_same(self, other: Call) -> bool:
-        """Whether both have one value."""
+        """Whether both calls have the same value."""
         return self.value is other.value and self.version == other.version
 
 
 def record_calls(model: nn.Module, image_size: int, *, training: bool) -> list[Call]:
-    """The calls in the order of time: `in` before and `out` after everything inside. The model stays as it was.
+    """Return the calls in order of time: `in` before and `out` after everything inside. The model stays unchanged.
 
-    Batch norms use their running statistics in both modes: synchronised ones would wait for other ranks. All values are kept
-    alive, so that no two have one identity.
+    Batch norms use running statistics in both modes, as synchronized ones would wait for other ranks. All values are kept
+    alive, so that their identities are distinct.
     """
     calls: list[Call] = []
 
@@ -75,5 +75,5 @@ def record_calls(model: nn.Module, image_size: int, *, training: bool) -> list[C
 
 
 def last_call(calls: list[Call], path: str, direction: Direction) -> Call | None:
-    """The module's last call, which is what a hook has in the end. None: it was not called."""
+    """Return the module's last call, which is what a hook captures; None if it was not called."""
     return next((call for call in reversed(calls) if (call.path, call.direction) == (path, direction)), None)

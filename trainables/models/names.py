@@ -1,4 +1,4 @@
-"""The names of all models, without importing torch: a wrong name is refused before anything heavy is loaded."""
+"""Look up model names without importing torch, so that a wrong name is rejected before anything heavy is loaded."""
 
 import re
 from typing import Any, NamedTuple
@@ -14,42 +14,42 @@ __all__ = ["MODELS", "ModelName", "check_model_name", "library_of", "model_parts
 
 
 class ModelName(NamedTuple):
-    """A key of LIBRARIES, and the model's name there; `A+B`, two models, is ours."""
+    """A key of LIBRARIES and the model's name there; `A+B`, two models, belongs to ours."""
 
     library: str
     name: str
     arguments: str = ""
-    """What its constructor gets besides, as Python writes it: `drop_path_rate=0.1, depth=6`."""
+    """Further constructor arguments in Python syntax: `drop_path_rate=0.1, depth=6`."""
 
     @property
     def kwargs(self) -> dict[str, Any]:
         return keywords_of(self.arguments)
 
     def is_built_as(self, other: "ModelName") -> bool:
-        """Whether `other`, which weights are of, is this model; one that names no arguments may have any.
+        """Whether `other`, the model of some weights, is this model. Without arguments, this one matches any.
 
-        A file may have moved, and a run has a copy of it: of those the class decides.
+        Models in files are compared by class only, as a file may have moved and a run has a copy of it.
         """
         return self.key == other.key and (not self.arguments or self.kwargs == other.kwargs)
 
     @property
     def key(self) -> tuple[str, str]:
-        """The library and the name, without the path of a file."""
+        """The library and the name, without a file's path."""
         return self.library, option_key(self.name)
 
 
 def library_of(name: str) -> tuple[Library, str]:
-    """The library of a model and its name there; of `A+B` those of A. Raises ModelError: see `check_model_name`."""
+    """Return a model's library and its name there; for `A+B` those of A. Raises ModelError: see `check_model_name`."""
     found = check_model_name(model_parts(name)[0])
     return LIBRARIES[found.library], found.name
 
 
 def check_model_name(name: str) -> ModelName:
-    """The library of the model `name`, the first that has it: ours, torchvision, timm; `timm/NAME` is timm's; `A+B` two models.
+    """Find the first library that has the model `name`; `timm/NAME` is timm's, and `A+B` two models. Does not import torch.
 
-    A name may end in its constructor's arguments, `NAME(drop_path_rate=0.1)`. Imports no torch.
+    A name may end in constructor arguments, `NAME(drop_path_rate=0.1)`.
 
-    Raises ModelError: no such model (with the nearest name that exists), or its library is not installed.
+    Raises ModelError: there is no such model (the message has the most similar name), or its library is not installed.
     """
     if len(parts := model_parts(name)) > 1:
         for part in parts:
@@ -65,15 +65,15 @@ def check_model_name(name: str) -> ModelName:
     if (bare := re.split(r"[/:.]", name)[-1].lower()) != name.lower() and bare in known:
         raise ModelError(f"there is no model {name!r}; did you mean {bare}?")
     if "/" in name:
-        raise ModelError(f"there is no model {name!r}; for a repository of the Hugging Face Hub write hf-hub:{name}")
+        raise ModelError(f"there is no model {name!r}; for a Hugging Face Hub repository write hf-hub:{name}")
     lower = name.lower()
-    # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
+    # Completing one of our names beats spelling similarity: vgg8 is vgg8_cifar, not vgg11.
     completions = [model for model in MODELS if lower and lower not in MODELS and model.startswith(lower)]
     similar = ([lower] if lower in known else []) + completions or closest_matches(lower, known)
     instead = (
         f"did you mean {' or '.join(similar[:2])}?"
         if similar
-        else f"ours are {', '.join(MODELS)}; torchvision's and timm's (timm/NAME) go by their names"
+        else f"choose one of {', '.join(MODELS)}, or a torchvision or timm model (timm/NAME)"
     )
     without_timm = "" if installed("timm") else " (timm's models need `pip install raydistill[timm]`)"
     raise ModelError(f"there is no model {name!r}; {instead}{without_timm}")

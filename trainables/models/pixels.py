@@ -1,4 +1,4 @@
-"""How a model prepares its own input: from pixels, with which the device pipeline ends, to what it was trained on.
+"""Make a model prepare its own input from the device pipeline's pixels.
 
 Student and teacher get the same crops (B, 3, H, W) as floats in [0, 1]; each resizes and normalizes them when it is called.
 
@@ -20,9 +20,9 @@ _TRAIN_SIZE = "_train_image_size"
 
 
 def take_pixels(model: nn.Module, model_input: ModelInput) -> None:
-    """From here on `model` takes pixels of any size, and prepares them itself whenever it is called.
+    """Make `model` accept pixels of any size and prepare them itself in each call.
 
-    Its state dict stays as it is: what this adds moves with the model, and has its dtype once the model is cast.
+    Its state dict does not change; the added buffers follow the model's device and dtype.
     """
     device = next(model.parameters()).device
     std_C11 = torch.tensor(model_input.std, dtype=torch.float64).view(-1, 1, 1)
@@ -33,13 +33,13 @@ def take_pixels(model: nn.Module, model_input: ModelInput) -> None:
 
 
 def train_at(model: nn.Module, image_size: int | None) -> None:
-    """In training mode `model`, which takes pixels, resizes them to another size from here on. None: to its own."""
+    """Make `model`, which takes pixels, resize them to `image_size` in training mode; None resets it to its own size."""
     setattr(model, _TRAIN_SIZE, image_size)
 
 
 @dataclass(frozen=True)
 class _InputTransform:
-    """A forward pre-hook: from pixels to the model's input, at most two operations. See `train_at`."""
+    """A forward pre-hook that converts pixels to the model's input, in at most two operations. See `train_at`."""
 
     image_size: int
     interpolation: str

@@ -1,6 +1,6 @@
-"""Models by name, with a head of the right size, initialised as a function of name and seed only.
+"""Build models by name, with a head of the right size, initialized as a function of name and seed only.
 
-Importing this does not import torch, so that the driver can check a name at once (`check_model_name`).
+Importing this module does not import torch, so that the driver can check names quickly (`check_model_name`).
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "construct"]
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-"""What a forward pass may raise."""
+"""Exceptions that a forward pass may raise."""
 USUAL_SIZES = (8, 16, 32, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 
 
 def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.Module:
-    """A freshly initialised model on the CPU in float32 that takes (B, 3, image_size, image_size) and can be trained on it.
+    """Build a freshly initialized model on the CPU in float32 that can be trained on (B, 3, image_size, image_size).
 
-    Initial parameters are a pure function of (name, num_classes, seed), and of image_size where the architecture is; torch's
-    generators stay as they are. Raises ModelError: no such model, or it does not take images of this size, in one line.
+    Initial parameters are a pure function of (name, num_classes, seed), and of image_size if the architecture depends on it;
+    torch's generators stay unchanged. Raises ModelError: there is no such model, or it does not accept this image size.
     """
     model = construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
     check_forward(model, image_size, num_classes, name=name, training=True)
@@ -39,7 +39,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
 
 
 def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.Module:
-    """`build_model` without its forward checks."""
+    """Build a model as `build_model` does, but without checking its forward pass."""
     found = check_model_name(name)
     if len(model_parts(name)) > 1:
         from trainables.models.reused_classifier import build_reused
@@ -51,22 +51,22 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
             return LIBRARIES[found.library].create(found.name, num_classes, image_size, found.kwargs)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, TypeError) and found.arguments:
-                problem = f"its constructor does not take these arguments ({first_line(error)})"
+                problem = f"its constructor does not accept these arguments ({first_line(error)})"
                 raise ModelError(f"model {name}: {problem}: correct student.args or teacher.args") from error
             message = f"model {name} cannot be built for images of {image_size}×{image_size} ({first_line(error)})"
-            instead = "set data.image_size, or the teacher's image_size, to what it takes, often 224, or choose another model"
+            instead = "set data.image_size, or the teacher's image_size, to a size it accepts, often 224, or choose another model"
             raise ModelError(f"{message}: {instead}") from error
 
 
 def check_forward(
     model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False, instead: str | None = None
 ) -> None:
-    """Refuse a model that does not turn (2, 3, image_size, image_size) into (2, num_classes), or for 0 classes into (2, D), and
-    where `training` can not be trained on it either.
+    """Check that a model maps (2, 3, image_size, image_size) to (2, num_classes), or for 0 classes to (2, D); with `training`
+    also in training mode.
 
-    Takes a fraction of a second for any model. Parameters, batch statistics and generators stay as they are.
+    Takes a fraction of a second for any model. Parameters, batch statistics and generators stay unchanged.
 
-    Raises ModelError: with what to do `instead`, or the nearest usual size that works.
+    Raises ModelError: with the remedy `instead`, or with the nearest common size that works.
     """
     named = f"model {name or type(model).__name__}"
     modes = (False, True) if training else (False,)
@@ -74,7 +74,7 @@ def check_forward(
         try:
             shape = _output_shape(model, image_size, mode)
         except FAILURES as error:
-            does = "cannot be trained on" if mode else "does not take"
+            does = "cannot be trained on" if mode else "does not accept"
             sizes = sorted(USUAL_SIZES, key=lambda size: (abs(size - image_size), size))
             problem = f"{named} {does} images of {image_size}×{image_size}"
             if file_of(name):

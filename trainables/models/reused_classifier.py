@@ -1,8 +1,8 @@
 """A student that predicts with a teacher's classifier, as SimKD trains it: Chen, Mei, Zhang, Wang, Feng and Chen 2022 (CVPR).
 
-Its name is STUDENT+TEACHER: the student up to its last map, a projector to the shape of the teacher's, the mean over positions,
-and the teacher's final linear layer, which is not trained. From that name, classes and image size a checkpoint of it is built
-again, without the teacher's weights: the classifier's are in it.
+The model is named STUDENT+TEACHER: the student up to its last map, a projector to the shape of the teacher's, the mean over
+positions, and the teacher's frozen final linear layer. A checkpoint has the classifier's weights, so the model is rebuilt from
+its name, classes and image size without the teacher's weights.
 
 Shapes: B batch, C channels, H W positions or pixels, D features of the teacher, K classes.
 """
@@ -23,16 +23,16 @@ from trainables.models.taps import Taps
 
 
 class ReusedClassifier(nn.Module):
-    """`trunk`'s last map → `projector` → mean over positions → `classifier`, frozen.
+    """Last map of `trunk` → `projector` → mean over positions → frozen `classifier`.
 
-    The trunk's own classifier is removed. Its other modules after the last map still run, and are frozen: the output does not
-    depend on them, and they would have no gradient.
+    The trunk's own classifier is removed. Its other modules after the last map still run but are frozen, as the output does not
+    depend on them and they would get no gradient.
     """
 
     def __init__(self, trunk: nn.Module, teacher: nn.Module, *, name: str, image_size: int) -> None:
-        """`name` is the whole model's. The trunk is changed in place; of `teacher` only shapes are used.
+        """`name` is STUDENT+TEACHER. The trunk is changed in place; only shapes of `teacher` are used.
 
-        Raises ModelError: one of them ends with no linear layer, the student has no map, or the teacher none that is pooled.
+        Raises ModelError: one of them does not end with a linear layer, or the student has no map or the teacher no pooled map.
         """
         super().__init__()
         student_name, teacher_name = model_parts(name)
@@ -73,9 +73,9 @@ class ReusedClassifier(nn.Module):
         return logits_BK
 
     def reuse(self, teacher: nn.Module, image_size: int) -> None:
-        """Copy the classifier of `teacher`, a model of the name that this one was built for.
+        """Copy the classifier of `teacher`, the model that this one was built for.
 
-        Raises ModelError: its classifier does not read the mean of its last map, or it has another image size than the student.
+        Raises ModelError: its classifier does not read the mean of its last map, or its image size differs from the student's.
         """
         taps = Taps(teacher, ("unpooled", "pooled"), name=type(teacher).__name__, image_size=image_size)
         with taps.capture():
@@ -85,19 +85,19 @@ class ReusedClassifier(nn.Module):
         mean_BD = map_BDHW.mean((2, 3))
         if not mean_BD.is_meta and not torch.allclose(mean_BD, pooled_BD, rtol=1e-3, atol=1e-4):
             raise ModelError(
-                f"the teacher, a {type(teacher).__name__}, classifies something else than the mean of its last map, so that its "
-                "classifier cannot be reused: choose another teacher, or another method than simkd"
+                f"the teacher, a {type(teacher).__name__}, does not classify the mean of its last map, so its classifier cannot "
+                "be reused: choose another teacher, or another method than simkd"
             )
         if map_BDHW.shape[1:] != self._teacher_CHW:
             raise ModelError(
-                f"the teacher's last map is {tuple(map_BDHW.shape[1:])}, and {self._teacher_CHW} at the student's image size: "
+                f"the teacher's last map is {tuple(map_BDHW.shape[1:])}, but {self._teacher_CHW} at the student's image size: "
                 f"set teacher.image_size to {image_size}, or choose another method than simkd"
             )
         self.classifier.load_state_dict(classifier(teacher).state_dict())
 
 
 def projector(inputs: int, outputs: int) -> nn.Sequential:
-    """1×1, 3×3 and 1×1 convolution, each with batch norm and ReLU, half as wide inside (the authors' code, factor 2)."""
+    """Build 1×1, 3×3 and 1×1 convolutions with batch norm and ReLU, half as wide inside (factor 2 in the authors' code)."""
     layers: list[nn.Module] = []
     width = max(outputs // 2, 1)
     for before, after, kernel in ((inputs, width, 1), (width, width, 3), (width, outputs, 1)):
@@ -107,7 +107,7 @@ def projector(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _last_map(trunk: nn.Module, name: str, image_size: int) -> str:
-    """The tap of the student's last map: what it pools, or its last stage where hidden layers follow the pooling."""
+    """Return the tap of the student's last map: the pooled one, or its last stage if hidden layers follow the pooling."""
     try:
         Taps(trunk, ("unpooled",), name=name, image_size=image_size).remove()
     except ModelError:
@@ -116,7 +116,7 @@ def _last_map(trunk: nn.Module, name: str, image_size: int) -> str:
 
 
 def build_reused(name: str, build: Callable[[str], nn.Module], *, image_size: int, seed: int) -> ReusedClassifier:
-    """The model STUDENT+TEACHER of this name; `build` makes its two parts."""
+    """Build the model STUDENT+TEACHER; `build` makes each part from its name."""
     student, teacher = model_parts(name)
     trunk, reused = build(student), build(teacher)
     with seeded(f"{name}:{seed}"):

@@ -1,4 +1,4 @@
-"""Small classifiers for 8×8 and 32×32 images, so that a run on a CPU is a real one.
+"""Small classifiers for 8×8 and 32×32 images, to make real runs on a CPU feasible.
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -14,9 +14,9 @@ from trainables.models.layers import init_convolutions
 
 
 class ConvNet(nn.Sequential):
-    """Stages of 3×3 convolution, BatchNorm and ReLU; the map is halved between stages, then averaged.
+    """Stages of 3×3 convolution, BatchNorm and ReLU. The map is halved between stages and averaged at the end.
 
-    The averaged map makes it fit any image of at least 2^(stages - 1) pixels a side.
+    It accepts any image size of at least 2^(stages - 1) pixels.
     """
 
     STAGES: tuple[str, ...]
@@ -43,7 +43,7 @@ class ConvNet(nn.Sequential):
 
 
 class MLP(nn.Module):
-    """Flattened pixels through hidden ReLU layers. No batch statistics: a sample's gradient does not depend on its batch."""
+    """Hidden ReLU layers on flattened pixels, without batch statistics: a sample's gradient does not depend on its batch."""
 
     def __init__(self, num_classes: int, image_size: int = 8, *, hidden: tuple[int, ...]) -> None:
         super().__init__()

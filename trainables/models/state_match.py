@@ -1,7 +1,7 @@
-"""Which of a file's candidates is the state of a model, under which prefix of its names.
+"""Find which of a file's candidates is a model's state dict, and under which prefix of its names.
 
-The prefix is found, not listed: some candidate's names end with all of the model's. A fit is whole: every tensor of the model, of
-its shape, and no other one under that prefix.
+The prefix is inferred from names that end like the model's. A candidate fits if it has every tensor of the model in its shape,
+and no other one under that prefix.
 """
 
 import re
@@ -15,28 +15,28 @@ from trainables.errors import CheckpointError, first_three
 from trainables.models.weight_files import Candidate
 
 AUX_PREFIXES = ("AuxLogits.", "aux1.", "aux2.")
-"""Heads that only training uses, and a teacher does not."""
+"""Auxiliary heads, which only training uses."""
 COUNTERS = ("num_batches_tracked", "n_averaged", "total_ops", "total_params")
-"""Tensors that evaluation does not read: of batch norms (torch before 0.4.1 has none), AveragedModel, and the profiler thop."""
+"""Tensors that evaluation ignores: of batch norms (missing before torch 0.4.1), AveragedModel and the profiler thop."""
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts of names by DDP, torch.compile, FSDP and activation checkpointing, which wrap parts of a model too."""
+"""Name parts added by DDP, torch.compile, FSDP and activation checkpointing, also inside a model."""
 _EMA = re.compile(r"(?<![^._])ema(?![^._])")
 LIBRARY_NAMES: Mapping[str, Mapping[str, str]] = {
     "DenseNet": {".norm.1.": ".norm1.", ".norm.2.": ".norm2.", ".conv.1.": ".conv1.", ".conv.2.": ".conv2."}
 }
-"""Class of torchvision → parts of its names in the published files → those of the model."""
+"""torchvision class → name parts in published files → the model's."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A candidate's tensors under one prefix, by the model's names, and what they lack of the model."""
+    """A candidate's tensors under one prefix, by the model's names, and the differences from the model."""
 
     candidate: Candidate
     prefix: str
-    """As it is in the file."""
+    """The prefix as in the file."""
     state: dict[str, Tensor]
     renamed: str
-    """A name that differs from the model's in more than the prefix, `X as Y`; empty: there is none."""
+    """An example `X as Y` of a name that differs from the model's in more than the prefix; empty if there is none."""
     outside: tuple[str, ...]
     """The candidate's other names."""
     missing: tuple[str, ...]
@@ -45,30 +45,30 @@ class Match:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """What it lacks, to sort by; (0, 0, 0) for a fit. Where no name is the model's, the largest is first."""
+        """Sort key by differences; (0, 0, 0) for a fit. If no name is the model's, the largest match is first."""
         is_other = len(self.unexpected) == sum(map(is_read, self.state))
         return len(self.missing), -len(self.state) if is_other else 0, len(self.unexpected) + len(self.misshapen)
 
     @property
     def address(self) -> str:
-        """What `weights_key` calls it."""
+        """The `weights_key` that selects it."""
         return ".".join(part for part in (self.candidate.path, self.prefix.strip(".")) if part)
 
 
 def is_read(name: str) -> bool:
-    """Whether evaluation reads the tensor of this name."""
+    """Whether evaluation reads the tensor `name`."""
     return not name.startswith(AUX_PREFIXES) and name.rpartition(".")[2] not in COUNTERS
 
 
 def expected_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that evaluation reads, by name."""
+    """Return the tensors of a model that evaluation reads, by name."""
     return {name: tensor for name, tensor in model.state_dict().items() if is_read(name)}
 
 
 def find_matches(candidates: Iterable[Candidate], model: nn.Module, key: str | None, path: object) -> list[Match]:
-    """The matches of the best rank; of several, an average of weights (EMA) before others, as timm does.
+    """Return the matches of the best rank, or only the EMA weights among them, as timm does.
 
-    `key`: the entry or the prefix that is chosen. Raises CheckpointError: the file at `path` has no such key.
+    `key` selects an entry or a prefix. Raises CheckpointError: the file at `path` has no such key.
     """
     expected = expected_tensors(model)
     names: Mapping[str, str] = getattr(type(model), "PUBLISHED_NAMES", LIBRARY_NAMES.get(type(model).__name__, {}))
@@ -77,8 +77,9 @@ def find_matches(candidates: Iterable[Candidate], model: nn.Module, key: str | N
         chosen = [match for match in matches if match.address == key]
         chosen = chosen or [match for match in matches if f".{key}." in f".{match.address}."]
         if not chosen:
-            there_are = ", ".join(dict.fromkeys(match.address for match in matches if match.address))
-            raise CheckpointError(f"{path} has no weights_key {key!r}: there are {there_are or 'names without a prefix'}")
+            keys = ", ".join(dict.fromkeys(match.address for match in matches if match.address))
+            choices = f"choose from {keys}" if keys else "its names have no prefix: leave it out"
+            raise CheckpointError(f"{path} has no weights_key {key!r}: {choices}")
         matches = chosen
     best = min(match.rank for match in matches)
     matches = [match for match in matches if match.rank == best]
@@ -87,12 +88,12 @@ def find_matches(candidates: Iterable[Candidate], model: nn.Module, key: str | N
 
 
 def part_of(model: nn.Module, bare: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model` by their names in `bare`, the same without its classifier, as a module of the other may be."""
+    """Return the tensors of `model` by their names in `bare`, the model without its classifier; either may wrap the other."""
     return find_matches([Candidate("", model.state_dict(), ())], bare, None, "")[0].state
 
 
 def compare(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
-    """Names that are missing in `state`, that are not expected, and whose shapes differ."""
+    """Return the names missing in `state`, the unexpected ones, and those whose shapes differ."""
     return (
         tuple(name for name in expected if name not in state),
         tuple(name for name in state if name not in expected and is_read(name)),
@@ -102,7 +103,7 @@ def compare(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tupl
 
 def _matches(candidate: Candidate, expected: Mapping[str, Tensor], names: Mapping[str, str]) -> list[Match]:
     plain = {_plain(name, names): name for name in candidate.tensors}
-    if len(plain) < len(candidate.tensors):  # a module and its wrapper are both in it
+    if len(plain) < len(candidate.tensors):  # it has both a module and its wrapper
         plain = {name: name for name in candidate.tensors}
     wanted = {_plain(name, {}): name for name in expected}
     votes = Counter(name[: len(name) - len(end)] for name in plain for end in _ends(name) if end in wanted)
@@ -137,13 +138,13 @@ def _plain(name: str, names: Mapping[str, str]) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """The name, and what is left of it without its first parts."""
+    """Return the name and all its dotted suffixes."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def _of_sequential(name: str, inside: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """The model's name of a layer that a Sequential has in its place, beside layers without weights, as dropout: fc.1.weight."""
+    """Return the model's name of a layer that the file has inside a Sequential with, for example, dropout: fc.1.weight."""
     found = re.fullmatch(r"(.+)\.\d+(\.[^.]+)", name)
     if found is None:
         return None
@@ -155,7 +156,7 @@ def _of_sequential(name: str, inside: Mapping[str, str], wanted: Mapping[str, st
 
 
 def describe(match: Match, path: object) -> str:
-    """What was taken, renamed and left out, in one line; empty where that is the whole file as it is."""
+    """Describe in one line what was selected, renamed and left out; empty if the whole file is used unchanged."""
     parts = [match.candidate.path] if match.candidate.path else []
     if match.prefix:
         parts.append(f"prefix {match.prefix!r} removed")

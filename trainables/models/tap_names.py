@@ -1,12 +1,17 @@
-"""The names of taps, and where a model's values of these names are read.
+"""Resolve tap names to the modules of a model.
 
-Names: `stem`; `stage1`, `stage2`, …, `stage-1` for the last; `stages` for all of them; `stage1.preact`, …, `stages.preact`, what
-a stage's last activation reads; `map`, the last map, a transformer's patch tokens after the final norm, (B, C, H, W);
-`embedding`, the features of an image, (B, D): the output of attention pooling or of a norm behind the pooling, the class token
-after the final norm, or the mean of `map`; `pooled`, the input of the final linear layer or the output of a model without one;
-`unpooled`, `map` where its mean is as wide as `pooled`; or a module's dotted path for its output, with `:in` for its input.
-Where a model has these is declared by its library (`libraries`). A stage's name comes before an equal one of a module
-(torchvision's ShuffleNetV2 has a module `stage2`).
+A tap is one of:
+- `stem`; `stage1`, `stage2`, …, or `stage-1` for the last; `stages` for all of them;
+- `stage1.preact`, …, `stages.preact`: the input of a stage's last activation;
+- `map` (B, C, H, W): the last feature map, or a transformer's patch tokens after the final norm;
+- `embedding` (B, D): the output of attention pooling or of a norm after pooling, the class token after the final norm, or the
+  mean of `map`;
+- `pooled`: the input of the final linear layer, or the output of a model without one;
+- `unpooled`: `map`, if its mean is as wide as `pooled`;
+- a module's dotted path for its output, with `:in` for its input.
+
+Each model library declares where these are (`libraries`). A stage's name wins over a module of the same name (torchvision's
+ShuffleNetV2 has a module `stage2`).
 
 Shapes: B batch, C channels, D features, H W positions.
 """
@@ -33,13 +38,13 @@ ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.LeakyReLU, 
 class TapInfo:
     name: str
     aliases: tuple[str, ...]
-    """Other names of the same value."""
+    """Other names of the same activation."""
     shape: tuple[int, ...]
-    """Of one sample."""
+    """The shape of one sample."""
 
 
 def last_layer(model: nn.Module) -> object:
-    """timm's `get_classifier`, which may be several, otherwise the last module with parameters of its own."""
+    """Return what timm's `get_classifier` does (maybe several layers), otherwise the last module with its own parameters."""
     get_classifier = getattr(model, "get_classifier", None)
     if callable(get_classifier):
         return get_classifier()
@@ -47,22 +52,22 @@ def last_layer(model: nn.Module) -> object:
 
 
 def classifier(model: nn.Module) -> nn.Linear:
-    """The final linear layer. Raises ModelError: the model has no classifier, or one that is something else."""
+    """Return the final linear layer. Raises ModelError: the model has no classifier, or not a linear one."""
     if not has_classifier(model):
         raise ModelError(f"{type(model).__name__} has no classifier: give it classes, or choose a method that needs none")
     last = last_layer(model)
     if isinstance(last, nn.Linear):
         return last
     raise ModelError(
-        f"{type(model).__name__} ends with {type(last).__name__}, not with a linear layer: choose a model that does, "
-        "or a method that needs none"
+        f"{type(model).__name__} ends with {type(last).__name__}, not with a linear layer: choose a model with a linear "
+        "classifier, or a method that needs none"
     )
 
 
 def without_classifier(model: nn.Module) -> nn.Module:
-    """The same model: from here on its output are the pooled features (B, D), and its `num_classes` is 0.
+    """Replace the classifier in place: the model now returns pooled features (B, D), and its `num_classes` is 0.
 
-    Raises ModelError: it does not end with a linear layer.
+    Raises ModelError: the model does not end with a linear layer.
     """
     last = classifier(model)
     model.set_submodule(next(path for path, module in model.named_modules() if module is last), nn.Identity())
@@ -71,25 +76,25 @@ def without_classifier(model: nn.Module) -> nn.Module:
 
 
 class TapNames:
-    """The taps of a model: names, paths of modules, and the values of one forward pass in eval mode."""
+    """Resolves a model's taps, from the activations of one forward pass in eval mode."""
 
     def __init__(self, model: nn.Module, image_size: int, *, name: str) -> None:
-        """`name` is the model's, for messages."""
+        """`name` is the model's name for messages."""
         self.name = name
         self.calls = record_calls(model, image_size, training=False)
         self._modules = dict(model.named_modules())
         self._declared = declared_taps(model)
         self._preacts: dict[str, str] = {}
-        """Block → what its last activation reads."""
+        """Block path → path of its last activation's input."""
         self._norms: dict[str, str | None] = {}
-        """That → the block's last norm."""
+        """That path → path of the block's last norm."""
         for path, module in self._modules.items():
             end = self._declared.blocks.get(f"{type(module).__module__}.{type(module).__name__}")
             if end is not None:
                 self._preacts[path] = f"{path}.{end.preact}" if end.preact else path
                 self._norms[self._preacts[path]] = f"{path}.{end.norm}" if end.norm else None
         self.taps = self._named_taps(model)
-        """Those with other names than a module's path."""
+        """The named taps, such as `stage1`; a module's path is not among them."""
 
     def _named_taps(self, model: nn.Module) -> dict[str, Tap]:
         declared = self._declared
@@ -110,7 +115,7 @@ class TapNames:
         return taps if pooled is None else {**taps, "embedding": taps.get("embedding", pooled), "pooled": pooled}
 
     def _pooled(self, model: nn.Module) -> Tap | None:
-        """None: the model ends with something else than a linear layer on vectors."""
+        """The `pooled` tap; None if the model does not end with a linear layer on (B, D)."""
         has_cosines = hasattr(model, COSINES)
         found = Tap(f"{COSINES}:in" if has_cosines else "")
         if has_classifier(model) and not has_cosines:
@@ -122,9 +127,9 @@ class TapNames:
         return found if len(self._shape(found)) == 1 else None
 
     def expand(self, tap: str) -> list[str]:
-        """`stages`, `stages.preact` and `stage-1` as numbered stages; any other name unchanged.
+        """Expand `stages`, `stages.preact` and `stage-1` to numbered stages; other names stay as they are.
 
-        Raises ModelError: the model has no stages.
+        Raises ModelError: the model's library declares no stages.
         """
         numbered = STAGE.fullmatch(tap)
         if not numbered and tap not in ("stages", "stages.preact"):
@@ -132,7 +137,7 @@ class TapNames:
         count = len(self._declared.stages)
         if not count:
             raise ModelError(
-                f"model {self.name} has no {tap}: no stages of it are declared; {self._known()}, or any module's path: "
+                f"model {self.name} has no {tap}: its stages are not declared; {self._known()}, or any module's path: run "
                 f"`distill taps {self.name} --all`"
             )
         if not numbered:
@@ -141,32 +146,33 @@ class TapNames:
         return [f"stage{count + 1 + number}{numbered[2] or ''}"] if -count <= number < 0 else [tap]
 
     def find(self, tap: str) -> Call:
-        """The call that has the value of a tap, which is not one of several stages.
+        """Return the module call that a single tap reads.
 
-        Raises ModelError: no such tap (with the nearest names), it is not called, or no tensor with a row for each sample.
+        Raises ModelError: there is no such tap (the message names similar ones), its module is not called, or its value is not
+        a tensor with a row for each sample.
         """
         call = self.last_call(self._path(tap))
         where = f"model {self.name}: {tap}"
         if call is None:
             raise ModelError(f"{where} is not called in eval mode; {self._known()}")
         if not call.shape:
-            raise ModelError(f"{where} is a {type(call.value).__name__}, not a tensor; choose a module inside or outside of it")
+            raise ModelError(f"{where} is a {type(call.value).__name__}, not a tensor; choose a module inside or around it")
         if not call.has_rows:
             raise ModelError(
-                f"{where} has shape {call.shape} for {BATCH} images, so its rows are no samples; choose a module outside of it"
+                f"{where} has shape {call.shape} for {BATCH} images, so its rows are not samples; choose a module around it"
             )
         return call
 
     def shape(self, tap: str) -> tuple[int, ...]:
-        """The shape of one sample, as a tap returns it. Raises ModelError as `find` does."""
+        """Return the shape of one sample at a tap. Raises ModelError as `find` does."""
         return tuple(self.read(tap)(self.find(tap).value).shape[1:])
 
     def read(self, tap: str) -> Callable[[Tensor], Tensor]:
-        """From the value of the call to the tap's; a module's path is read as it is."""
+        """Return the function from a call's value to the tap's; the identity for a module's path."""
         return self.taps[tap].read if tap in self.taps else as_is
 
     def norm(self, tap: str) -> _BatchNorm | None:
-        """The batch norm whose output a tap reads, alone or as the main branch of a sum; None: none with scale and shift."""
+        """Return the affine batch norm whose output a tap reads, alone or as a sum's main branch, or None."""
         path = self._path(tap)
         parent, _, index = path.removesuffix(":in").rpartition(".")
         if path in self._norms:
@@ -177,14 +183,14 @@ class TapNames:
         return norm if isinstance(norm, _BatchNorm) and norm.affine else None
 
     def _preact(self, path: str) -> str | None:
-        """What the last activation of a stage reads, or its output where it ends without one; None: that is not declared."""
+        """Path of the input of a stage's last activation, or of its output if it ends without one; None if not declared."""
         last = self._last(path)
         if last in self._preacts:
             return self._preacts[last]
         return f"{last}:in" if isinstance(self._modules.get(last), ACTIVATIONS) else None
 
     def _last(self, path: str) -> str:
-        """The last module in a Sequential, and in one that this is, but not in a declared block; any other module itself."""
+        """Descend to the last module of nested Sequentials, stopping at declared blocks and other modules."""
         module = self._modules.get(path)
         if path in self._preacts or not isinstance(module, nn.Sequential) or not len(module):
             return path
@@ -195,37 +201,37 @@ class TapNames:
             return self.taps[tap].path
         name, known = self.name, self._known()
         if tap.endswith(".preact") and tap.removesuffix(".preact") in self.taps:
-            raise ModelError(f"model {name} has no {tap}: how its stages end is not declared; {known}")
+            raise ModelError(f"model {name} has no {tap}: its last activation is not declared; {known}")
         if tap == "unpooled" and "pooled" in self.taps:
-            raise ModelError(f"model {name} has no unpooled: its linear layer does not read the mean of a map; {known}")
+            raise ModelError(f"model {name} has no unpooled: its classifier does not read the mean of a map; {known}")
         if tap in ("pooled", "unpooled"):
             raise ModelError(f"model {name} has no {tap}: it does not end with a linear layer on (B, D); {known}")
         path, _, direction = tap.partition(":")
         if path and path in self._modules and direction in ("", "in"):
             return tap
         if tap in ("map", "embedding"):
-            raise ModelError(f"model {name} has no {tap}: where its last map is, is not declared; {known}")
+            raise ModelError(f"model {name} has no {tap}: its last map is not declared; {known}")
         similar = closest_matches(tap, [*self.taps, *self._modules], count=3)
-        nearest = f"the nearest are {' or '.join(similar)}" if similar else known
-        raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
+        nearest = f"did you mean {' or '.join(similar)}?" if similar else f"{known};"
+        raise ModelError(f"model {name} has no tap {tap!r}: {nearest} `distill taps {name} --all` lists them")
 
     def last_call(self, tap: str) -> Call | None:
         path, _, direction = tap.partition(":")
         return last_call(self.calls, path, "in" if direction else "out")
 
     def _shape(self, tap: Tap) -> tuple[int, ...]:
-        """The shape of one sample; empty where the value is none of samples."""
+        """The shape of one sample; empty if the value has no row for each sample."""
         call = self.last_call(tap.path)
         return tuple(tap.read(call.value).shape[1:]) if call is not None and call.has_rows else ()
 
     def _known(self) -> str:
-        return f"there are {', '.join(self.taps)}" if self.taps else "there are only modules"
+        return f"it has {', '.join(self.taps)}" if self.taps else "it has only module paths"
 
 
 def list_taps(model: nn.Module, image_size: int, *, every: bool = False) -> list[TapInfo]:
-    """The stem, stages, pre-activations and pooled features; with `every` the output of every module as well.
+    """List the stem, stages, pre-activations and pooled features, and with `every` also the output of every module.
 
-    Parameters, batch statistics, modes and generators stay as they are; modules with an `inplace` flag work out of place.
+    Parameters, batch statistics, modes and generators stay unchanged, but modules with an `inplace` flag work out of place.
     """
     disable_inplace(model)
     names = TapNames(model, image_size, name=type(model).__name__)
@@ -253,16 +259,16 @@ def list_taps(model: nn.Module, image_size: int, *, every: bool = False) -> list
 
 
 def disable_inplace(model: nn.Module) -> None:
-    """Modules with an `inplace` flag work out of place from now on: hooks then read what is not overwritten, bit for bit."""
+    """Switch off every module's `inplace` flag, so that what hooks read is not overwritten. Results stay bit-identical."""
     for module in model.modules():
         if getattr(module, "inplace", None) is True:
             module.inplace = False  # type: ignore[assignment]
 
 
 def modules_before(model: nn.Module, tap: str, *, name: str, image_size: int) -> set[str]:
-    """The paths of the modules that begin to run before the value of a tap is computed: no other has a part in it.
+    """Return the paths of the modules that start before a tap's value is complete: no other module contributes to it.
 
-    Raises ModelError: no such tap.
+    Raises ModelError: the model has no such tap.
     """
     names = TapNames(model, image_size, name=name)
     (tap,) = names.expand(tap)
@@ -272,9 +278,9 @@ def modules_before(model: nn.Module, tap: str, *, name: str, image_size: int) ->
 
 
 def norms_before(model: nn.Module, taps: Sequence[str], *, name: str, image_size: int) -> list[_BatchNorm | None]:
-    """For each tap the batch norm whose output it reads, alone or as the main branch of a sum.
+    """Return for each tap the batch norm whose output it reads, alone or as the main branch of a sum.
 
-    None where none is known, or it has no scale and shift. `name` is the model's. Raises ModelError: the model has no such tap.
+    It is None if none is known or it is not affine. `name` is the model's. Raises ModelError: the model has no such tap.
     """
     names = TapNames(model, image_size, name=name)
     return [names.norm(tap) for tap in chain.from_iterable(map(names.expand, taps))]

@@ -1,8 +1,7 @@
-"""Taps: hooks that read named values of a model, on any model of ours, torchvision's or timm's.
+"""Taps: hooks that capture named activations of a model from any library.
 
-A hook keeps a reference to a tensor that the forward pass computes anyway: outputs and gradients are bit-equal to those of the
-model without taps. Of a module that is called several times in a forward pass it has the value of the last call. `tap_names`
-says which names there are.
+A hook only keeps a reference to a tensor of the forward pass, so outputs and gradients are bit-identical to those without taps.
+If a module is called several times, its last call counts. `tap_names` lists the names.
 
 Shapes: B batch, C channels, H W pixels, D features.
 """
@@ -22,19 +21,19 @@ from trainables.models.tap_names import TapNames, disable_inplace
 
 @dataclass
 class _Slot:
-    """The value that one hook has captured."""
+    """The value captured by one hook."""
 
     read: Callable[[Tensor], Tensor]
     capturing: bool = False
     tensor: Tensor | None = None
 
     def store_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """The forward pre-hook of a module whose input is tapped."""
+        """Forward pre-hook of a module whose input is tapped."""
         if self.capturing:
             self.tensor = args[0]
 
     def store_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """The forward hook of a module whose output is tapped."""
+        """Forward hook of a module whose output is tapped."""
         if self.capturing:
             self.tensor = output
 
@@ -42,16 +41,16 @@ class _Slot:
 class Taps:
     """Hooks on a model. Install them on the finished model (after batch norms are replaced), before it is compiled.
 
-    They also read through DistributedDataParallel and through a compiled forward pass. Under `inference_mode` they return
-    inference tensors.
+    They also work under DistributedDataParallel and in a compiled forward pass. Under `inference_mode` they return inference
+    tensors.
     """
 
     names: tuple[str, ...]
-    """In the order of the constructor's, with `stages` and `stage-1` resolved."""
+    """The constructor's `names` in order, with `stages` and `stage-1` expanded."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of one sample: (C, H, W), (D,) or what else the module returns."""
+    """Shapes of one sample: (C, H, W), (D,) or any other that the module returns."""
     modules: tuple[str, ...]
-    """The paths of the modules that are read, in the same order."""
+    """Paths of the tapped modules, in the same order."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], *, name: str, image_size: int) -> None:
         """`name` is the model's, for messages. Modules with an `inplace` flag work out of place from now on.
@@ -59,7 +58,7 @@ class Taps:
         Raises ModelError: no such tap, with the nearest that exist; it is no tensor of samples, or overwritten after it is read.
         """
         if getattr(model, "_compiled_call_impl", None) is not None:
-            raise RuntimeError("taps go in before model.compile(): a compiled forward does not look for new hooks")
+            raise RuntimeError("install taps before model.compile(): a compiled forward ignores new hooks")
         self._handles: list[Any] = []
         self._slots: list[_Slot] = []
         self.names, self.shapes, self.modules = (), (), ()
@@ -83,7 +82,7 @@ class Taps:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """A context whose forward passes are captured; values that are not popped before its end are dropped."""
+        """Capture the forward passes within this context; values not popped before its end are dropped."""
         for slot in self._slots:
             slot.capturing = True
         try:
@@ -93,7 +92,7 @@ class Taps:
                 slot.capturing, slot.tensor = False, None
 
     def pop(self) -> tuple[Tensor, ...]:
-        """The values of the last forward pass in `capture()`, in the order of `names`. No reference to them is kept.
+        """Return the values of the last forward pass in `capture()`, in the order of `names`, and drop the references to them.
 
         Raises RuntimeError: no forward pass ran, or a tapped module did not run in it.
         """
@@ -114,7 +113,7 @@ class Taps:
 
 
 def _calls_in_training(model: nn.Module, image_size: int, name: str, taps: Mapping[str, Call]) -> dict[str, Call]:
-    """The same calls in training mode; none for a model that cannot be trained at this size, as a teacher may be."""
+    """Return the same calls in training mode; none for a model that cannot be trained at this size, as some teachers."""
     try:
         calls = record_calls(model, image_size, training=True)
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
@@ -132,6 +131,5 @@ def _check_overwritten(name: str, taps: Mapping[str, Call]) -> None:
     for tap, call in taps.items():
         if call.overwritten:
             raise ModelError(
-                f"model {name}: {tap} is overwritten in place after it is read; choose the module that comes next,"
-                " or one outside of it"
+                f"model {name}: {tap} is overwritten in place after it is read; choose the next module, or one around it"
             )

@@ -1,4 +1,4 @@
-"""How images were prepared, and which classes there were, when weights were trained: what comes with them says so."""
+"""Read what weights record about their training: image preprocessing and classes."""
 
 from trainables.config.models import HUB_SCHEMES
 from trainables.models.checkpoint_header import CheckpointHeader, is_safetensors, locate_checkpoint, read_checkpoint_header
@@ -10,26 +10,26 @@ __all__ = ["TrainedInput", "header_record", "trained_input"]
 
 
 def trained_input(name: str, weights: str) -> TrainedInput | None:
-    """The record of a model's weights, without their tensors; None where there is none.
+    """Return the record of a model's weights without loading tensors; None if there is none.
 
-    Of a repository of the Hugging Face Hub its config.json is downloaded, and nothing else.
+    For a Hugging Face Hub repository only its config.json is downloaded.
 
     Raises:
         CheckpointError: see `locate_checkpoint` and `read_checkpoint_header`.
-        ModelError: no such model or published weights, or a failed download.
+        ModelError: the model or published weights do not exist, or the download failed.
     """
     found, path = check_model_name(name), locate_checkpoint(weights)
     header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
     if header is not None:
         return header_record(header) if found.is_built_as(check_model_name(header.model)) else None
     library = LIBRARIES[found.library]
-    if weights.startswith(HUB_SCHEMES) and not library.has_hub:  # which is refused where they are loaded
+    if weights.startswith(HUB_SCHEMES) and not library.has_hub:  # loading raises the error
         return None
     return library.input(found.name, weights if path is None else str(path))
 
 
 def header_record(header: CheckpointHeader) -> TrainedInput:
-    """The record of a checkpoint of ours; mean and deviation are () in older ones."""
+    """Return the record of a checkpoint of ours; mean and std are () in older ones."""
     return TrainedInput(
         header.image_size,
         header.mean,

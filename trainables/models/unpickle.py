@@ -1,4 +1,4 @@
-"""Files of torch.save, read without running code from them."""
+"""Read torch.save files without running code from them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainables.errors import CheckpointError, first_line
 from trainables.models.foreign_files import SAVE_AGAIN, refuse_foreign
 
 MAX_GROWTH = 2
-"""torch.save compresses nothing: a file whose content is larger than so many times itself would fill the memory."""
+"""Maximum ratio of unpacked to packed size. torch.save does not compress, so a larger ratio would only fill the memory."""
 _PICKLE_BYTES = 2**23
-"""Bytes in which a file from before torch 1.6 has its objects: the tensors' values come after them."""
+"""The first bytes of a file from before torch 1.6 that contain its objects; tensor values come after them."""
 
 
 class IgnoredValue:
-    """Replaces a value that is neither a tensor nor plain: its content is dropped, and none of its code runs."""
+    """Replaces a value that is neither a tensor nor plain: its content is dropped and its code does not run."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> IgnoredValue:
         return super().__new__(cls)
@@ -38,42 +38,42 @@ IGNORED_TYPES = (
     "numpy.dtype",
     "pathlib.PosixPath",
 )
-"""Types that training scripts save besides the parameters, and that `IgnoredValue` replaces: the real ones would be built from
-the file's bytes, and a dtype or a scalar with forged bytes can reach any memory."""
+"""Types that training scripts often save, replaced by `IgnoredValue`: the real ones are built from the file's bytes, and a forged
+dtype or scalar can reach any memory."""
 DICTIONARIES = (
     "pytorch_lightning.utilities.parsing.AttributeDict",
     "lightning.pytorch.utilities.parsing.AttributeDict",
     "lightning_fabric.utilities.data.AttributeDict",
     "lightning.fabric.utilities.data.AttributeDict",
 )
-"""Subclasses of dict that become plain ones: Lightning's hyper_parameters."""
+"""Subclasses of dict that become plain ones, for Lightning's hyper_parameters."""
 
 
 def load_torch_file(path: Path) -> Any:
-    """The content of a file of torch.save: tensors, plain values, and `IgnoredValue` for IGNORED_TYPES.
+    """Load the content of a torch.save file: tensors, plain values, and `IgnoredValue` for IGNORED_TYPES.
 
-    Raises CheckpointError: the file has anything else, which could run code, is of another library, or is damaged.
+    Raises CheckpointError: the file has anything else, which could run code, belongs to another library, or is damaged.
     """
     refuse_foreign(path)
     _check_unpacked_size(path)
     replaced: list[Any] = [(IgnoredValue, name) for name in IGNORED_TYPES] + [(OrderedDict, name) for name in DICTIONARIES]
     try:
         with torch.serialization.safe_globals(replaced), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle protocol other than torch's: the errors below explain it
+            warnings.simplefilter("ignore")  # about another pickle protocol: the errors below explain it
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         blocked = re.search(r"GLOBAL (\S+)", str(error))
         if blocked and _has_module(path):
             reason = f"{path} is a whole pickled model ({blocked[1]}), and loading it would run code"
             raise CheckpointError(f"{reason}: {SAVE_AGAIN}") from None
-        reason = f"it has {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
+        reason = f"it has {blocked[1]}" if blocked else "it is not a torch.save file, or was truncated"
         raise CheckpointError(
-            f"{path} is not loaded, since it has more than tensors, which could run code, or is damaged ({reason}): {SAVE_AGAIN}"
+            f"{path} is not loaded: it has more than tensors, which could run code, or it is damaged ({reason}): {SAVE_AGAIN}"
         ) from None
-    except Exception as error:  # the unpickler reads any bytes, and may fail in any way
+    except Exception as error:  # on arbitrary bytes the unpickler may raise anything
         known = isinstance(error, EOFError | OSError | RuntimeError | ValueError)  # others have no useful message
-        reason = first_line(error) if known else "it is no file of torch.save"
-        raise CheckpointError(f"{path} cannot be read ({reason}): it was cut off or damaged; use another copy") from None
+        reason = first_line(error) if known else "it is not a torch.save file"
+        raise CheckpointError(f"{path} cannot be read ({reason}): it is truncated or damaged; use another copy") from None
 
 
 def _has_module(path: Path) -> bool:
@@ -88,7 +88,7 @@ def _has_module(path: Path) -> bool:
 
 
 def _check_unpacked_size(path: Path) -> None:
-    if not zipfile.is_zipfile(path):  # a damaged or an old file, which `torch.load` judges
+    if not zipfile.is_zipfile(path):  # an old or damaged file, which `torch.load` handles
         return
     with zipfile.ZipFile(path) as archive:
         unpacked, packed = sum(member.file_size for member in archive.infolist()), path.stat().st_size

@@ -1,4 +1,4 @@
-"""A file of weights as candidates: the dictionaries of tensors in it, by name. Which fits a model: `state_match`."""
+"""Read a weight file as candidates: the dictionaries of named tensors in it. `state_match` picks the one for a model."""
 
 import json
 import re
@@ -18,23 +18,23 @@ from trainables.models.unpickle import load_torch_file
 
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 MAX_DEPTH = 4
-"""How deep dictionaries are searched: training scripts nest a state dict once or twice."""
+"""Maximum search depth; training scripts nest a state dict once or twice."""
 
 
 class Candidate(NamedTuple):
-    """A dictionary that has tensors."""
+    """A dictionary with tensors."""
 
     path: str
-    """Its keys in the file, joined by dots, as `state_dict`; empty for the file itself."""
+    """Its keys in the file, joined by dots, such as `state_dict`; empty for the file itself."""
     tensors: Mapping[str, Tensor]
     others: tuple[str, ...]
-    """What else there is in it, and in the dictionaries around it."""
+    """Other keys in it and in the dictionaries around it."""
 
 
 def read_candidates(path: Path) -> list[Candidate]:
-    """All candidates of a file, the outer ones first.
+    """Return all candidates of a file, outer ones first.
 
-    Raises CheckpointError: it is damaged, of another library, one shard of several, or has no named tensor.
+    Raises CheckpointError: it is damaged, another library's, one shard of several, or has no named tensor.
     """
     if path.name.endswith(INDEX_SUFFIX):
         content: Any = _read_shards(path)
@@ -47,7 +47,7 @@ def read_candidates(path: Path) -> list[Candidate]:
     if candidates := list(_candidates(content, "", ())):
         return candidates
     if {"state", "param_groups"} <= set(content):
-        raise CheckpointError(f"{path} is the state of an optimizer, without a model: {SAVE_AGAIN}")
+        raise CheckpointError(f"{path} is an optimizer's state, without a model: {SAVE_AGAIN}")
     key, value = next(iter(content.items()))
     raise CheckpointError(
         f"{path} has no state dict: it has {key!r}, of type {type(value).__name__}, where a tensor was expected: {SAVE_AGAIN}"
@@ -55,23 +55,23 @@ def read_candidates(path: Path) -> list[Candidate]:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file. Raises CheckpointError: it is damaged."""
+    """Read all tensors of a file. Raises CheckpointError: it is damaged."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
         return tensors
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({first_line(error)}): it was cut off or damaged; use another copy"
+            f"{path} cannot be read ({first_line(error)}): it is truncated or damaged; use another copy"
         ) from None
 
 
 def check_values(key: str, tensor: Tensor, path: Path) -> None:
-    """Raises CheckpointError: a tensor is not dense numbers in memory, or not finite."""
+    """Raise CheckpointError if a tensor is not dense, real and finite."""
     if tensor.layout is not torch_strided or tensor.is_meta or tensor.is_quantized or tensor.is_complex():
         kind = "without values" if tensor.is_meta else f"of {tensor.layout} and {tensor.dtype}"
         raise CheckpointError(f"{path} has {key!r}, a tensor {kind}, where a dense real one was expected: {SAVE_AGAIN}")
     if tensor.is_floating_point() and not tensor.float().isfinite().all():
-        raise CheckpointError(f"{path} has values in {key!r} that are not finite: its training diverged; use another checkpoint")
+        raise CheckpointError(f"{path} has non-finite values in {key!r}: its training diverged; use another checkpoint")
 
 
 def _read_file(path: Path) -> Any:
@@ -79,7 +79,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _read_shards(index: Path) -> dict[str, Any]:
-    """The tensors of all files that a Hugging Face index names, which are in its folder."""
+    """Read the tensors of all files listed in a Hugging Face index, from its folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [index.parent / Path(name).name for name in names]

@@ -1,9 +1,9 @@
-"""Teachers with weights: from a checkpoint of ours, published by a library, or from a file of weights.
+"""Load teachers with weights from our own checkpoints, from a library's published weights, or from a file.
 
-A file is read as candidates (`weight_files`), of which one is the state of the model (`state_match`), as it is or after the
-library's own conversion (`convert_state`). Where weights have more classes than the data, or another order, and a record of
-their names, the classifier's rows of the data's classes are taken (`classes`). Where no method reads logits, a model of other
-classes comes without its classifier, and gives its pooled features.
+A file yields candidate state dicts (`weight_files`). `state_match` picks the one that fits the model, as it is or after the
+library's own conversion (`convert_state`). If the weights record their class names, and have more classes than the data or
+another order, the classifier's rows for the data's classes are selected (`classes`). If no method reads logits, a model with
+other classes is loaded without its classifier and returns its pooled features.
 """
 
 import hashlib
@@ -38,25 +38,25 @@ from trainables.user_code import file_of, option_key, read_source
 
 
 class _Weights(NamedTuple):
-    """What `weights` of a model are, before a tensor is read."""
+    """The source of a model's weights, resolved before any tensor is read."""
 
     name: str
     found: ModelName
     weights: str
     path: Path | None
-    """None: published."""
+    """None for published weights."""
     header: CheckpointHeader | None
-    """What a checkpoint of ours says of itself."""
+    """The header of a checkpoint of ours, otherwise None."""
     record: TrainedInput | None
     num_classes: int
-    """Theirs; 0: they have no classifier."""
+    """Classes of the weights; 0 if they have no classifier."""
     rows: tuple[int, ...] | None
-    """Which of their classes are the data's; None: all, in this order."""
+    """Classifier row of each of the data's classes; None if the weights have exactly these classes in this order."""
     key: str | None
     other_classes: bool = False
-    """They are not the data's."""
+    """Whether the weights' classes differ from the data's."""
     embeddings: ClassEmbeddings | None = None
-    """What makes logits of its output; None: its own classifier does."""
+    """Turns the model's output into logits; None if its own classifier does."""
 
     @property
     def library(self) -> Library:
@@ -64,20 +64,20 @@ class _Weights(NamedTuple):
 
     @property
     def built_classes(self) -> int:
-        """How many the model's own classifier has: none where the file has an embedding of each class."""
+        """Classes of the model's own classifier; 0 if the file stores class embeddings instead."""
         return 0 if self.header is not None and self.header.logit_scale else self.num_classes
 
     @property
     def rescales(self) -> bool:
-        """Whether the model rescales its input with this file."""
+        """Whether the model rescales its input when it uses these weights."""
         if self.header is not None:
             return self.header.transform_input
         return self.path is not None and self.library.rescales_input(self.found.name, self.path)
 
     def built_name(self) -> str:
-        """The model's name, or that of the folder or repository of its weights if that says how it is built.
+        """The name to build the model by: its weights' folder or repository if that has a config, otherwise its own name.
 
-        Raises ModelError: another model is there.
+        Raises ModelError: the folder or repository has another model.
         """
         if self.path is not None:
             source = self.library.name_for_file(self.found.name, self.path)
@@ -92,7 +92,7 @@ class _Weights(NamedTuple):
         if self.embeddings is not None:
             digest.update(f"class embeddings {tuple(self.embeddings.rows_KD.shape)} {self.embeddings.scale}\0".encode())
             digest.update(self.embeddings.rows_KD.numpy().tobytes())
-        if code := read_source(self.found.name):  # a model in a file may compute something else with the same tensors
+        if code := read_source(self.found.name):  # changed model code may compute something else with the same tensors
             digest.update(f"{option_key(self.found.name)} {code.sha256}\0".encode())
         for key in sorted(key for key in state if is_read(key)):
             tensor = state[key].detach().contiguous()
@@ -113,31 +113,31 @@ def load_teacher(
     weights_key: str | None = None,
     zero_shot: ZeroShot = None,
 ) -> nn.Module:
-    """Model `name` with its `weights`, on the CPU in float32, frozen and in eval mode.
+    """Load model `name` with its `weights` on the CPU in float32, frozen and in eval mode.
 
-    `weights` is one of: a checkpoint of ours, or the directory of a run or stage that has one; a file of torch.save with a state
-    dict in it, of safetensors, or numpy's .npz where timm converts it; a folder of timm or Hugging Face with such a file; a name
-    of torchvision weights (`IMAGENET1K_V1`, `DEFAULT`), a timm pretrained tag, or `hf-hub:` with a repository of either.
-    `weights_key` chooses an entry of a file, or a prefix of its names. What was taken, renamed, resampled or left out is one
-    notice. `classes` are the data's, in label order: weights with a record of their classes may have others besides them, and
-    another order. Only published weights are downloaded. `sha256`: the expected `teacher_sha256`; None: any.
+    `weights` is one of: our own checkpoint, or the directory of a run or stage that has one; a torch.save file with a state
+    dict, a safetensors file, or a numpy .npz that timm converts; a timm or Hugging Face folder with such a file; a torchvision
+    weights name (`IMAGENET1K_V1`, `DEFAULT`), a timm pretrained tag, or `hf-hub:` with a timm or transformers repository. Only
+    published weights are downloaded. `weights_key` selects an entry of a file or a prefix of its tensor names. One notice says
+    what was selected, renamed, resampled or left out. `classes` are the data's, in label order; weights that record their class
+    names may have more classes, in another order. `sha256` is the expected `teacher_sha256`; None accepts any.
 
-    `logits`: whether its logits are read. Otherwise a model of other classes, or of none, is one without a classifier, see
-    `has_classifier`; that is a notice too. `zero_shot`, a file and a scale, make logits of its output instead, which is
-    features, or CLIP's projection of them: `ClassEmbeddings`.
+    With `logits` False nothing reads the logits: a model with other classes or none is loaded without a classifier (see
+    `has_classifier`), with a notice. `zero_shot`, a file and a scale, computes logits from the model's output, which is features
+    or CLIP's projection of them (see `ClassEmbeddings`).
 
     Raises:
-        CheckpointError: the file is missing, damaged, of another model or without some of the classes, or has another hash; or
-            several of its entries fit and `weights_key` chooses none.
-        ModelError: no such model or weights, a failed download, or images of a wrong size.
+        CheckpointError: the file is missing or damaged, belongs to another model, lacks some of the classes or has another hash,
+            or several of its entries fit and `weights_key` selects none.
+        ModelError: the model or weights do not exist, a download failed, or the model does not accept the image size.
     """
     source, model, state, rescales = _find_and_load(
         name, weights, classes, weights_key, image_size, seed, zero_shot, logits=logits
     )
     if sha256 is not None and source.digest(state, rescales=rescales) != sha256:  # of tensors in memory: a file is read once
         raise CheckpointError(
-            f"{source.path or weights}: on {socket.gethostname()} it is not the {name} with which this job began: it was "
-            "replaced since, or differs by node: put the same one on all nodes, then give the command again or resume it"
+            f"{source.path or weights}: on {socket.gethostname()} this is not the {name} that the job started with: the file was "
+            "replaced, or differs between nodes: put the same file on all nodes, then run the command again or resume it"
         )
     if source.rows is not None:
         _select_rows(model, source)
@@ -152,21 +152,23 @@ def load_teacher(
 def begin_with(
     model: nn.Module, name: str, weights: str, *, image_size: int, classes: Sequence[str], seed: int, weights_key: str | None
 ) -> None:
-    """Give `model`, of this name, the values of `weights`: but its classifier, where their classes are not the data's.
+    """Initialize `model`, named `name`, from `weights`; its classifier only if their classes are the data's.
 
-    Raises as `load_teacher` does; ModelError: the weights are of a model that rescales its input.
-    CheckpointError: they are of one that was built with other arguments.
+    Raises as `load_teacher` does. Also ModelError: the weights' model rescales its input. CheckpointError: it was built with
+    other arguments.
     """
     shape: dict[str, Any] = {"image_size": image_size, "seed": seed}
     loaded = load_teacher(name, weights, **shape, classes=classes, logits=False, weights_key=weights_key)
-    if hasattr(loaded, COSINES):  # a classifier of another kind than a model that is trained has
+    if hasattr(loaded, COSINES):  # a cosine classifier, which trained models do not have
         delattr(loaded, COSINES)
     if getattr(loaded, "transform_input", False):
-        raise ModelError(f"{weights} are of a {name} that rescales its input, and cannot be trained on: give other weights")
+        raise ModelError(f"{weights} expect a {name} that rescales its input, which cannot be trained: choose other weights")
     own, state = {**model.state_dict(), **part_of(model, loaded)}, loaded.state_dict()
     whole = model if has_classifier(loaded) == has_classifier(model) else construct(name, num_classes=0, **shape)
     if different := list(chain.from_iterable(compare(state, expected_tensors(whole)))):
-        raise CheckpointError(f"{weights} are of a {name} with other arguments, by {first_three(different)}: write those in args")
+        raise CheckpointError(
+            f"{weights} belong to a {name} with other arguments ({first_three(different)}): set those arguments in args"
+        )
     with torch.no_grad():
         for key, tensor in state.items():
             if key in own:
@@ -176,9 +178,9 @@ def begin_with(
 def other_classes(
     name: str, weights: str, *, image_size: int, classes: Sequence[str], seed: int, weights_key: str | None
 ) -> OtherClassesError | None:
-    """In what the classes of `weights` are not the data's; None: they are. Tensors are read where nothing else tells.
+    """Return how the classes of `weights` differ from the data's, or None if they do not. Tensors are read only without a record.
 
-    Raises as `load_teacher` does; AmbiguousClassesError: they may be the same.
+    Raises as `load_teacher` does, and AmbiguousClassesError: the classes may be the same.
     """
     source = _find(name, weights, len(classes), weights_key)
     try:
@@ -203,11 +205,8 @@ def teacher_sha256(
     weights_key: str | None = None,
     zero_shot: ZeroShot = None,
 ) -> str:
-    """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling, a selection of
-    classes and class embeddings are parts of it.
-
-    Raises as `load_teacher` does.
-    """
+    """Hash a teacher's tensors with their names, types and shapes, independently of the file format. The hash includes input
+    rescaling, the selected classes and class embeddings. Raises as `load_teacher` does."""
     source, _, state, rescales = _find_and_load(name, weights, classes, weights_key, image_size, seed, zero_shot, logits=logits)
     return source.digest(state, rescales=rescales)
 
@@ -215,7 +214,7 @@ def teacher_sha256(
 def _find_and_load(
     name: str, weights: str, classes: Sequence[str], key: str | None, size: int, seed: int, zero_shot: ZeroShot, *, logits: bool
 ) -> tuple[_Weights, nn.Module, Mapping[str, Tensor], bool]:
-    """The weights, and what `_load` returns of them; those of other classes are refused where `logits` are read."""
+    """Return the resolved weights and `_load`'s results. Other classes than the data's raise an error if `logits` are read."""
     embeddings = None if zero_shot is None else read_class_embeddings(*zero_shot, classes)
     width = len(classes) or 1 if embeddings is None else embeddings.rows_KD.shape[1]
     source = _find(name, weights, width, key)._replace(embeddings=embeddings, other_classes=embeddings is not None or not classes)
@@ -237,7 +236,7 @@ def _find_and_load(
 
 
 def _with_own_embeddings(source: _Weights) -> _Weights:
-    """The weights with the class embeddings of their file, if it has any, of the data's classes in their order."""
+    """Add the class embeddings of a checkpoint of ours that has some, for the data's classes in label order."""
     if source.path is None or source.header is None or source.header.logit_scale is None:
         return source
     rows_KD = read_safetensors(source.path)[CLASS_EMBEDDINGS]
@@ -247,29 +246,29 @@ def _with_own_embeddings(source: _Weights) -> _Weights:
 
 
 def _refuse_classifier(source: _Weights, num_classes: int, width: int) -> None:
-    """Raises CheckpointError: the model's end is no projection to the space of the class embeddings, as CLIP's in timm is."""
+    """Raise CheckpointError if the last layer is a classifier, not a projection to the embedding space (timm's CLIP has one)."""
     named = source.record is not None and (source.record.categories or source.record.wordnet_ids)
     if num_classes and (named or num_classes != width):
         raise CheckpointError(
-            f"{source.weights} of {source.name} has a classifier of its own, of {num_classes} classes, in place of which "
-            "teacher.classes would be read: leave out teacher.classes, or give weights without a classifier"
+            f"{source.weights} of {source.name} has its own classifier with {num_classes} classes, which teacher.classes would "
+            "replace: leave out teacher.classes, or choose weights without a classifier"
         )
 
 
 def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weights:
-    """Weights without a record of their classes are taken to have `num_classes`, until they are read.
+    """Resolve `weights`. Without a record of their classes, `num_classes` is assumed until the tensors are read.
 
-    Raises CheckpointError or ModelError: there are no such weights, or they are of another model.
+    Raises CheckpointError or ModelError: the weights do not exist or belong to another model.
     """
     found, path = check_model_name(name), locate_checkpoint(weights)
     if path is None and weights.startswith(HUB_SCHEMES) and not LIBRARIES[found.library].has_hub:
-        raise ModelError(f"{weights} is a model of timm's: write timm/{architecture(weights)} as the model")
+        raise ModelError(f"{weights} is a timm model: write timm/{architecture(weights)} as the model")
     header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
     if header is not None and not found.is_built_as(check_model_name(header.model)):
         raise CheckpointError(
-            f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
+            f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or choose another checkpoint"
         )
-    if header is not None:  # which says how the model was built; a file that it names is not run where the user names one
+    if header is not None:  # it records how the model was built; a model file that the user names is run instead of its own
         built = check_model_name(header.model)
         name, found = (name, found._replace(arguments=built.arguments)) if file_of(name) else (header.model, built)
     record = header_record(header) if header is not None else trained_input(name, weights)
@@ -277,29 +276,29 @@ def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weight
 
 
 def _rows(source: _Weights, classes: Sequence[str]) -> tuple[int, ...] | None:
-    """Which of the weights' classes are the data's, see `class_rows`. Raises OtherClassesError."""
+    """Return the classifier rows of the data's classes (see `class_rows`). Raises OtherClassesError."""
     what = f"{source.weights} of {source.name}" if source.path is None else str(source.path)
     if source.record is None:
         return None
     if not source.num_classes or not classes:
-        has = f"{source.num_classes} classes, of which none is needed" if source.num_classes else "no classifier"
+        has = f"{source.num_classes} classes, none of which is needed" if source.num_classes else "no classifier"
         raise OtherClassesError.of(f"{what} has {has}", TRAINED_WITH_CLASSES, source.num_classes)
     return class_rows(source.record, classes, what, ours=source.header is not None)
 
 
 def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapping[str, Tensor], bool]:
-    """The model with all classes of its weights, its tensors as they are in the file, and whether it rescales its input."""
+    """Return the model with all classes of its weights, its tensors as stored, and whether it rescales its input."""
     path, name = source.path, source.name
     if path is None:
-        _refuse_key(source, "published weights have one model")
-        if source.found.arguments:  # a library's message of wrong ones is about the download
+        _refuse_key(source, "published weights hold one model")
+        if source.found.arguments:  # check them first: the library would blame the download
             construct(name, num_classes=source.num_classes, image_size=image_size, seed=seed)
-        with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
+        with torch.random.fork_rng(devices=[]):  # libraries initialize parameters before they overwrite them
             model = source.library.published(source.found.name, source.weights, image_size, source.found.kwargs)
         return model, model.state_dict(), bool(getattr(model, "transform_input", False))
     model = construct(source.built_name(), num_classes=source.built_classes, image_size=image_size, seed=seed)
     if is_npz(path):
-        _refuse_key(source, "an .npz file has one model")
+        _refuse_key(source, "an .npz file holds one model")
         load_npz(model, path, name, source.num_classes)
         state: Mapping[str, Tensor] = model.state_dict()
     else:
@@ -311,7 +310,7 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
 
 
 def _rebuilt_without_classifier(model: nn.Module, source: _Weights, image_size: int, seed: int) -> nn.Module:
-    """A model as its library builds it without a classifier, which may be of another class, with the tensors of `model`."""
+    """Rebuild `model` as its library builds it without a classifier (maybe another class), with the same tensors."""
     bare = construct(source.built_name(), num_classes=0, image_size=image_size, seed=seed)
     state = part_of(model, bare)
     bare.load_state_dict({name: state[name] for name in bare.state_dict()})
@@ -323,16 +322,16 @@ def _rebuilt_without_classifier(model: nn.Module, source: _Weights, image_size: 
 def _refuse_key(source: _Weights, reason: str) -> None:
     if source.key is not None:
         raise CheckpointError(
-            f"{source.weights}: weights_key {source.key!r} chooses an entry of a file, and {reason}: leave it out"
+            f"{source.weights}: weights_key {source.key!r} selects an entry of a file, but {reason}: leave it out"
         )
 
 
 def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int) -> dict[str, Tensor]:
-    """The tensors of a file by their names in the model, each of the model's shape."""
+    """Read a file's tensors by their names in the model, in the model's shapes."""
     own: dict[str, Tensor] = {}
     name, header = source.name, source.header
     if header is not None:
-        _refuse_key(source, "a checkpoint of ours has one model")
+        _refuse_key(source, "a raydistill checkpoint holds one model")
         for file in (path, *map(path.with_name, header.shards)):
             own |= {
                 key.removeprefix("model."): tensor for key, tensor in read_safetensors(file).items() if key.startswith("model.")
@@ -353,8 +352,8 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
     if len(matches) > 1:
         addresses = [each.address or "the file itself" for each in matches]
         raise CheckpointError(
-            f"{path} has {len(matches)} models that fit {name}, {' and '.join(addresses)}: choose one with weights_key, as "
-            f"teacher.weights_key={matches[0].address or matches[1].address}"
+            f"{path} has {len(matches)} models that fit {name}, {' and '.join(addresses)}: choose one with weights_key, for "
+            f"example teacher.weights_key={matches[0].address or matches[1].address}"
         )
     for key, value in state.items():
         check_values(key, value, path)
@@ -362,16 +361,16 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
         taken = f"weights {source.weights}: {path.name} in it"
     if taken:
         notice(taken)
-    return {**own, **state}  # with the counts of its batch norms: a checkpoint of ours is its model bit for bit
+    return {**own, **state}  # `own` adds num_batches_tracked: our checkpoints restore the model bit for bit
 
 
 def _select_rows(model: nn.Module, source: _Weights) -> None:
-    """Leave of the final layer what the data's classes are computed with, in their order."""
+    """Reduce the final layer to the rows of the data's classes, in label order."""
     last = last_layer(model)
     if not isinstance(last, nn.Linear | nn.Conv2d) or len(last.weight) != source.num_classes:
         raise CheckpointError(
-            f"{source.weights} of {source.name}: its last layer, a {type(last).__name__}, has not one row for each of its "
-            f"{source.num_classes} classes, of which the data's cannot be selected: give a checkpoint trained on this data"
+            f"{source.weights} of {source.name}: its last layer, a {type(last).__name__}, does not have one row for each of its "
+            f"{source.num_classes} classes, so the data's cannot be selected: choose a checkpoint trained on this data"
         )
     for parameter in last.parameters(recurse=False):
         parameter.data = parameter.data[list(source.rows or ())]

@@ -1,1 +1,1 @@
-"""Runs in an object store: each file is one object, and a folder on each node is a copy of the run."""
+"""Runs in an object store: each file is one object, and each node has a local copy of what it needs."""

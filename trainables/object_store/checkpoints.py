@@ -1,7 +1,7 @@
 """Checkpoints of a run in an object store, on the nodes that write and read them.
 
-Each is an object of its own, `STAGE/checkpoints/last-STEP-RANDOM.safetensors`, which nobody replaces; the run's log names those
-that count. A node that has one has the file of the same name.
+Each is a separate object, `STAGE/checkpoints/last-STEP-RANDOM.safetensors`, that is never replaced; the run's log names the valid
+ones. A node stores its copy under the same name.
 """
 
 import os
@@ -19,7 +19,7 @@ from trainables.user_folder import user_folder
 
 
 def own_folder(folder: Path) -> None:
-    """Make the folder for what this node has of a run; no other user can enter it. Raises OSError."""
+    """Create the folder for this node's copy of a run, which no other user can enter. Raises OSError."""
     for parent in folder.parents:
         if parent.name == f"raydistill-{os.getuid()}":
             user_folder(parent.parent)
@@ -27,7 +27,7 @@ def own_folder(folder: Path) -> None:
 
 
 def fetch(run_store: RunStore, name: str, retry_s: float | None = None) -> Path:
-    """The file on this node of an object of the run that never changes.
+    """Download an immutable object of the run to this node, unless it is there already. Returns its path.
 
     Raises:
         CheckpointError: there is no such object.
@@ -37,16 +37,16 @@ def fetch(run_store: RunStore, name: str, retry_s: float | None = None) -> Path:
     store, path = ObjectStore(run_store.uri, *([] if retry_s is None else [retry_s])), folder / name
     own_folder(folder)
     with locked(folder / ".copying"):  # one process of this node at a time
-        is_fixed = path.exists() and "-" in path.stem  # others may be of an earlier run of this name
-        if not is_fixed and not store.get(name, path):
-            raise CheckpointError(f"there is no {run_store.uri}/{name}: it was removed")
+        is_current = path.exists() and "-" in path.stem  # without a random suffix it may be from an earlier run of this name
+        if not is_current and not store.get(name, path):
+            raise CheckpointError(f"{run_store.uri}/{name} does not exist: it was removed")
     return path
 
 
 def fetch_inputs(settings: Mapping[str, Any]) -> None:
-    """Bring to this node what workers read of a run: copies of method files, checkpoints that it has trained.
+    """Download the files of a run that its workers read: copies of method files, and checkpoints that the run trained.
 
-    `settings`: a `TrainConfig` or an `EvaluateConfig` as plain data. Raises StorageError.
+    `settings` is a `TrainConfig` or `EvaluateConfig` as plain data. Raises StorageError.
     """
     if settings.get("run_store") is None:
         return
@@ -59,7 +59,7 @@ def fetch_inputs(settings: Mapping[str, Any]) -> None:
 
 
 class StageCheckpoints:
-    """Those of the stage in `folder`, as one of its workers brings them here and puts them."""
+    """The checkpoints of the stage in `folder`, as one of its workers downloads and uploads them."""
 
     def __init__(self, run_store: RunStore, folder: Path) -> None:
         self._run_store, self._folder = run_store, folder
@@ -67,7 +67,7 @@ class StageCheckpoints:
         self._newest, self._replaced = dict(run_store.checkpoints), list[str]()
 
     def begin(self) -> None:
-        """Make the stage's last checkpoint on this node the newest that counts, or none. Raises StorageError."""
+        """Make the newest valid checkpoint the stage's last on this node, and remove the others. Raises StorageError."""
         folder, newest = self._folder / "checkpoints", self._newest.get("last")
         own_folder(Path(self._run_store.folder))
         if newest is not None:
@@ -78,7 +78,7 @@ class StageCheckpoints:
                     path.unlink(missing_ok=True)
 
     def put(self, paths: Sequence[Path], step: int) -> list[str]:
-        """Put files that this rank has written, and return their names there. Raises StorageError."""
+        """Upload files that this rank has written, and return their object names. Raises StorageError."""
         names = []
         for path in paths:
             name = f"{path.stem}-{step:08}-{secrets.token_hex(4)}{path.suffix}"
@@ -90,7 +90,7 @@ class StageCheckpoints:
         return names
 
     def remove_replaced(self) -> None:
-        """Remove what was put before, once the log names what was put since. Raises StorageError."""
+        """Remove replaced checkpoints, once the log names their successors. Raises StorageError."""
         for name in self._replaced:
             self._store.delete(f"{self._part}/checkpoints/{name}")
             (self._folder / "checkpoints" / name).unlink(missing_ok=True)
@@ -98,7 +98,7 @@ class StageCheckpoints:
 
 
 def _link(path: Path, other: Path) -> None:
-    """Give a file another name too, in place of what has that name."""
+    """Atomically replace `other` with a hard link to `path`."""
     temporary = other.with_name(f".{other.name}.{secrets.token_hex(4)}.tmp")
     os.link(path, temporary)
     os.replace(temporary, other)

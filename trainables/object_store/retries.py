@@ -1,4 +1,4 @@
-"""Attempts at something on a server, repeated until one succeeds: the one way in which this package waits for a server."""
+"""Retry operations on a server until one succeeds. All waiting for servers in this package goes through here."""
 
 import errno
 import logging
@@ -18,14 +18,14 @@ _PERMANENT = re.compile(
     re.I,
 )
 _LOCAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Of this machine's disk, never of the server."""
+"""Errors of this machine's disk, never of the server."""
 _SDK_PREFIX = re.compile(r"^.*?AWS Error (?=\w)")
 _log = logging.getLogger("raydistill")
 T = TypeVar("T")
 
 
 class NotRetriedError(Exception):
-    """Ends the attempts as it is: nothing that the server could fix."""
+    """Stops the attempts and propagates unchanged: the server cannot fix it."""
 
 
 def with_retries(
@@ -36,16 +36,16 @@ def with_retries(
     check_stopped: Callable[[], None] = lambda: None,
     done_bytes: Callable[[], int] = lambda: 0,
 ) -> T:
-    """What `attempt` returns, called until it succeeds, with growing pauses, for `limit_s()` after the first failure.
+    """Call `attempt` until it succeeds, with growing pauses, for `limit_s()` after the first failure. Returns its result.
 
-    The limit may change while it is waited. An attempt that fails but brought `done_bytes` further begins the time and the
-    pauses anew. `what` begins the messages, as in `s3://bucket/x cannot be read`.
+    The limit may change during the wait. A failed attempt that advanced `done_bytes` resets the time and the pauses. Messages
+    begin with `what`, as in `s3://bucket/x cannot be read`.
 
     Raises:
-        StorageUnavailableError: it was in vain for as long as it is waited.
+        StorageUnavailableError: no attempt succeeded within the limit.
         StorageError: the server's answer will not change.
         OSError: a disk of this machine is full or read-only.
-        DistillError, NotRetriedError: of an attempt, or of `check_stopped`, which is called in every pause.
+        DistillError, NotRetriedError: from an attempt, or from `check_stopped`, which is called during pauses.
     """
     wait_s, failed_at, reached_bytes = _FIRST_WAIT_S, None, 0
     while True:
@@ -53,7 +53,7 @@ def with_retries(
             return attempt()
         except (DistillError, NotRetriedError):
             raise
-        except Exception as error:  # the libraries behind file systems raise what they like
+        except Exception as error:  # file system libraries raise exceptions of any type
             if isinstance(error, OSError) and error.errno in _LOCAL:
                 raise
             now = time.monotonic()
@@ -72,18 +72,18 @@ def with_retries(
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether the next attempt would meet this error again, however late it comes."""
+    """Whether a later attempt would fail with the same error."""
     return isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError) or bool(
         _PERMANENT.search(str(error))
     )
 
 
 def _reason(error: Exception) -> str:
-    """A line on a library's error; of the AWS SDK's from the error's name on."""
+    """Summarize a library's error in one line; the AWS SDK's prefix is cut off."""
     text = str(error)
     if isinstance(error, OSError) and error.errno and error.strerror:
         text = error.strerror
-    elif isinstance(error, FileNotFoundError):  # over HTTP its text is the address, also where no server answers
+    elif isinstance(error, FileNotFoundError):  # over HTTP its text is only the address, even if no server answers
         text = "there is no such file, or no server answers"
     line = (text.splitlines() or [type(error).__name__])[0]
     return redact(_SDK_PREFIX.sub("", line))

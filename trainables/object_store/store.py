@@ -1,4 +1,4 @@
-"""The objects below an `s3://` URI. An object appears whole or not at all; a listing has all that was put before it."""
+"""Read and write the objects below an `s3://` URI. Objects appear atomically; a listing has all objects written before it."""
 
 import ctypes
 import io
@@ -11,9 +11,9 @@ from trainables.object_store.retries import NotRetriedError, with_retries
 from trainables.rundir import replacing
 
 RETRY_S = 300.0
-"""How long a server may be gone in the middle of a run."""
+"""Retry limit for a server outage during a run."""
 OPENING_S = 20.0
-"""And when a command begins, where a wrong address is more likely."""
+"""Retry limit at the start of a command, when a wrong address is more likely."""
 CLIENT_ATTEMPTS, CLIENT_S = 3, 10
 """Attempts of the S3 client, and seconds of the GCS client, within one request: nothing can interrupt them."""
 _CHUNK_BYTES = 16 << 20
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class _NoObjectError(NotRetriedError):
-    """There is no object of this name."""
+    """The object does not exist."""
 
 
 class Entry(NamedTuple):
-    """An object as a listing has it."""
+    """An object in a listing."""
 
     size: int
     changed_ns: int
-    """Unix time, by the store's clock."""
+    """Modification time as Unix time, by the store's clock."""
 
 
 def is_uri(text: str) -> bool:
@@ -37,11 +37,11 @@ def is_uri(text: str) -> bool:
 
 
 def file_system(uri: str) -> tuple[Any, str]:
-    """The pyarrow file system of a URI and the path there; fsspec opens what pyarrow does not know.
+    """Return the pyarrow file system of a URI and the path in it. fsspec opens schemes that pyarrow does not support.
 
     Raises:
         OSError: the server or the disk fails.
-        ImportError, ValueError: neither knows it.
+        ImportError, ValueError: neither library supports the URI.
     """
     from pyarrow import ArrowInvalid, fs
 
@@ -62,17 +62,17 @@ def file_system(uri: str) -> tuple[Any, str]:
 
 
 def object_at(uri: str) -> tuple["ObjectStore", str]:
-    """The store and the name of the object at a URI."""
+    """Split an object's URI into its store and name."""
     folder, _, name = uri.rpartition("/")
     return ObjectStore(folder), name
 
 
 class ObjectStore:
-    """The objects below a URI, by their names relative to it. Safe from several threads at once.
+    """The objects below a URI, by their names relative to it. Thread-safe.
 
-    Credentials and endpoint come from where the file system looks for them: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ~/.aws, ….
-    Every method tries again for `retry_s` what may pass, and raises StorageError where that was in vain; a disk of this machine
-    that is full or read-only is an OSError at once.
+    Credentials and endpoint come from the file system's usual sources: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ~/.aws, …. Every
+    method retries transient errors for `retry_s`, then raises StorageError. A full or read-only disk of this machine raises
+    OSError at once.
     """
 
     def __init__(self, uri: str, retry_s: float = RETRY_S) -> None:
@@ -80,10 +80,10 @@ class ObjectStore:
         self._opened: tuple[Any, str] | None = None
 
     def put(self, name: str, content: bytes | Path) -> None:
-        """Replace an object, or make it. A file is read as it is now; what is appended meanwhile may be missing."""
+        """Create or replace an object. Data appended to a file during the upload may be missing."""
 
         def attempt() -> None:
-            # A file is opened before the object: an object that has begun would be completed with what was written of it.
+            # Open the file first: an object that was opened would be completed with what was written so far.
             with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as source:
                 chunk = source.read(_CHUNK_BYTES)
                 system, root = self._open()
@@ -93,7 +93,7 @@ class ObjectStore:
                         target.write(chunk)
                         chunk = source.read(_CHUNK_BYTES)
                 except BaseException:
-                    # Closed or collected, even at exit, it would complete the object; pyarrow cannot abort it.
+                    # pyarrow cannot abort the upload: closing or collecting the stream, even at exit, would complete it.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(target))
                     raise
                 target.close()
@@ -101,12 +101,12 @@ class ObjectStore:
         self._retried("written", name, attempt)
 
     def read(self, name: str) -> bytes | None:
-        """A small object; None where there is none."""
+        """Read a small object; None if it does not exist."""
         content = io.BytesIO()
         return content.getvalue() if self._retried("read", name, lambda: self._read_into(content, name)) else None
 
     def get(self, name: str, path: Path) -> bool:
-        """Replace the file `path` with an object, atomically; False where there is no such object."""
+        """Atomically replace the file `path` with an object; False if it does not exist."""
 
         def attempt() -> bool:
             with replacing(path) as temporary, open(temporary, "wb") as target:
@@ -120,7 +120,7 @@ class ObjectStore:
             return False
 
     def entries(self, folder: str = "") -> dict[str, Entry]:
-        """All objects below a folder, by name."""
+        """Return all objects below a folder, by name."""
 
         def attempt() -> dict[str, Entry]:
             from pyarrow import fs
@@ -133,7 +133,7 @@ class ObjectStore:
         return self._retried("listed", folder, attempt)
 
     def folders(self) -> list[str]:
-        """The first parts of the names of objects that have several."""
+        """Return the top-level folders."""
 
         def attempt() -> list[str]:
             from pyarrow import fs
@@ -156,7 +156,7 @@ class ObjectStore:
         self._retried("removed", name, attempt)
 
     def delete_all(self, folder: str = "") -> None:
-        """Remove all objects below a folder, hundreds at a time, with those that stand for folders."""
+        """Remove all objects below a folder, hundreds at a time, including folder markers."""
 
         def attempt() -> None:
             system, root = self._open()
@@ -168,7 +168,7 @@ class ObjectStore:
         self._retried("removed", folder, attempt)
 
     def _read_into(self, target: BinaryIO, name: str) -> bool:
-        """An object's content; False where there is no such object."""
+        """Copy an object's content to `target`; False if the object does not exist."""
         system, root = self._open()
         try:
             while True:
@@ -179,7 +179,7 @@ class ObjectStore:
                     while chunk := source.read(_CHUNK_BYTES):
                         target.write(chunk)
                 with system.open_input_file(f"{root}/{name}") as source:
-                    # Parts are requested one by one, and the size before them: of an object that was replaced they do not fit.
+                    # The size and the parts are requested separately, and would not match if the object was replaced meanwhile.
                     if source.metadata()["ETag"] == version:
                         return True
         except FileNotFoundError:
@@ -187,7 +187,7 @@ class ObjectStore:
 
     def _open(self) -> tuple[Any, str]:
         if self._opened is None:
-            # Without it even a small object is three requests.
+            # Without this option even a small object takes three requests.
             self._opened = file_system(f"{self.uri}?allow_delayed_open=true")
         return self._opened
 

@@ -1,4 +1,4 @@
-"""The worker's connection to an actor of `teacher.service`."""
+"""A worker's connection to a teacher actor (`teacher.service`)."""
 
 from collections.abc import Awaitable
 
@@ -10,18 +10,18 @@ from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.teachers.service.protocol import RowsRequest, RowsResponse
 
 ACTOR_NAMESPACE = "raydistill"
-"""Ray's namespace of the actors of `teacher.service`."""
+"""The Ray namespace of teacher actors."""
 
 
 class ActorConnection:
-    """A `TeacherConnection` to an actor. Images stay in the object store of the worker's node until the actor awaits them."""
+    """A `TeacherConnection` to an actor. Images stay in the object store of the worker's node until the actor fetches them."""
 
     def __init__(self, name: str) -> None:
-        """Raises ClusterError: there is no such actor any more."""
+        """Raises ClusterError: the actor no longer exists."""
         try:
             self._actor = ray.get_actor(name, namespace=ACTOR_NAMESPACE)
         except ValueError as error:
-            raise ClusterError(f"teacher.service: its actor {name} has ended: `distill resume` starts another") from error
+            raise ClusterError(f"teacher.service: its actor {name} has ended: run `distill resume` to start another") from error
 
     def put(self, images_BHWC: NDArray[np.uint8]) -> Awaitable[NDArray[np.uint8]]:
         images: Awaitable[NDArray[np.uint8]] = ray.put(images_BHWC)
@@ -32,8 +32,8 @@ class ActorConnection:
             response: RowsResponse = await self._actor.rows.remote(request)
             return response
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, TimeoutError):  # to the caller a TimeoutError means that there was no response
+            if isinstance(error.cause, TimeoutError):  # to the caller, TimeoutError means that there was no response
                 raise TeacherServiceLostError(str(error.cause)) from None
             raise error.cause from None
-        except ray.exceptions.RayError as error:  # the actor's process or node died, or the object that it returned is lost
+        except ray.exceptions.RayError as error:  # the actor's process or node died, or its returned object was lost
             raise TeacherServiceLostError(type(error).__name__) from error

@@ -1,5 +1,5 @@
 """The functions that Ray Train runs in every worker: train a stage, measure several points, fill a cache,
-compute class means, evaluate."""
+compute class means, or evaluate."""
 
 import contextlib
 import json
@@ -53,15 +53,15 @@ log = logging.getLogger("raydistill")
 
 
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Train one stage: of `settings` the `config`, a `TrainConfig` as plain data. Raises EndedError: see `train_stage`."""
+    """Train one stage. `settings["config"]` is a `TrainConfig` as plain data. Raises EndedError: see `train_stage`."""
     fetch_inputs(settings["config"])
     train_stage(TrainConfig.model_validate(settings["config"]), current_group(), settings["recorder"])
 
 
 def points_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Measure points as long as the coordinator has another: `settings` has the first `config`, and the `reused` workers.
+    """Measure points until the coordinator has no more. `settings` has the first `config` and the `reused` workers.
 
-    Raises EndedError: see `train_stage`; the results of the stages before stay.
+    Raises EndedError: see `train_stage`; earlier results are kept.
     """
     group, workers, config = current_group(), settings["reused"], settings["config"]
 
@@ -72,8 +72,8 @@ def points_loop_per_worker(settings: dict[str, Any]) -> None:
     while config is not None:
         fetch_inputs(config)
         result = train_stage(TrainConfig.model_validate(config), group, settings["recorder"], stop_early)
-        chosen = ray.get(workers.coordinator.next_config.remote(workers.group_id, result)) if group.is_main else None
-        config = gather_objects(chosen, group)[0]
+        next_config = ray.get(workers.coordinator.next_config.remote(workers.group_id, result)) if group.is_main else None
+        config = gather_objects(next_config, group)[0]
 
 
 def train_stage(
@@ -82,9 +82,9 @@ def train_stage(
     recorder: RunRecorder,
     stop_early: Callable[[Sequence[float]], bool] | None = None,
 ) -> StageResult:
-    """Train one stage; returns what rank 0 records as the stage's summary. `stop_early`: see `Job`.
+    """Train one stage and return the summary that rank 0 records. See `Job` for `stop_early`.
 
-    Raises EndedError: why it ended, whatever was raised.
+    Raises EndedError in place of any exception, with its failure.
     """
     with (
         failures_typed(group.rank),
@@ -107,9 +107,10 @@ def train_stage(
 
 
 def publisher(config: TrainConfig, reporter: Reporter) -> Publish:
-    """What makes a written checkpoint count. Where the run is in an object store, a rank first begins from what that has.
+    """Return the function that records written checkpoints. For a run in an object store it also uploads them, and the rank's
+    folder is first set to the store's newest checkpoint.
 
-    Raises StorageError: the store did not answer for as long as it is waited for.
+    Raises StorageError: the store did not answer within the retry limit.
     """
     if config.run_store is None:
         return lambda paths, step, epoch: reporter.saved([path.name for path in paths], step, epoch)
@@ -133,7 +134,7 @@ def _train(
     publish: Publish,
     check: Callable[[], None],
 ) -> tuple[Job, dict[str, float]]:
-    """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
+    """Build the job, train it to the end and close it. Returns the closed job and its summary."""
     began_s = time.time()
     with contextlib.ExitStack() as stack:
         telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
@@ -153,10 +154,10 @@ def _train(
         stack.callback(job.close)
         if group.is_main:
             found = [path.name for path in (job.stage.last, job.stage.best) if path.exists()]
-            if found and config.run_store is None:  # a kill between a checkpoint and its event has left the log without it
+            if found and config.run_store is None:  # a kill between writing and recording a checkpoint leaves it out of the log
                 disk.put(partial(reporter.saved, found, job.progress.step, float(job.progress.epoch)))
             log.info(
-                "%s: %s on %d x %s, ready after %.1f s; JPEG by %s, %.1f MiB of batches a worker",
+                "%s: %s on %d x %s, ready after %.1f s; JPEG decoder %s, %.1f MiB of batches per worker",
                 config.stage,
                 config.model,
                 group.world_size,
@@ -165,48 +166,46 @@ def _train(
                 job.train_loader.decoder,
                 job.train_loader.batches_mib,
             )
-        stack.enter_context(failures_typed(group.rank))  # before closing frees memory, which may be the reason
+        stack.enter_context(failures_typed(group.rank))  # type an out-of-memory error before closing frees the memory
         return job, run_job(job)
 
 
 def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequests:
-    """Those of this rank; rank 0 reserves what more workers would need."""
+    """Return this rank's interruption requests; rank 0 reserves the resources that more workers would need."""
     if config.next_num_workers is None or not group.is_main:
         return InterruptionRequests()
     assert isinstance(config.data.loader_workers, int)
     bundle = worker_resources(config.scale, config.data.loader_workers, use_gpu=group.device.type == "cuda")
     bundles = [bundle] * (config.next_num_workers - group.world_size)
-    # Ray reserves it once there is room; until then an autoscaler sees the demand. It lasts until the driver ends or releases it.
+    # Ray reserves them once there is room; until then an autoscaler sees the demand. The driver releases them.
     return InterruptionRequests(placement_group(bundles, name=ray.train.get_context().get_experiment_name()))
 
 
 def set_up_torch(config: TrainConfig, group: Group) -> None:
-    """CPUs, caches and memory statistics of this process, as if no stage had run in it before."""
+    """Reset this process's CPUs, caches and memory statistics, as if no stage had run in it before."""
     set_up_cpus(config, group)
     set_matmul_precision()
-    # Few shapes come, again and again: the fastest convolution of each is worth a search, whose winner differs from run to run.
+    # The few shapes repeat, so searching for the fastest convolution pays off, but its winner differs from run to run.
     torch.backends.cudnn.benchmark = not config.train.deterministic
     torch.use_deterministic_algorithms(config.train.deterministic)
     if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses; its first call reads it
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a write of all memory
-    if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would be used here too
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at its first call
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a write of all memory
+    if config.train.compile:  # otherwise an earlier stage's kernels, compiled for other shapes, would be reused
         torch.compiler.reset()
-    release_device(group.device)  # an earlier stage's peak is not this one's, nor are its batches and decoders
+    release_device(group.device)  # drop an earlier stage's peak memory, batches and decoders
 
 
 def set_up_cpus(config: TrainConfig | EvaluateConfig, group: Group) -> None:
-    """Near a GPU, as many CPUs as this worker reserves; and torch's threads."""
+    """Pin this worker to as many CPUs as it reserves, near its GPU, and set torch's number of threads."""
     assert isinstance(config.data.loader_workers, int)
     run_near(group.device, config.scale.cpus_per_worker + config.data.loader_workers)
     torch.set_num_threads(config.scale.cpus_per_worker)
 
 
 def fill_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Fill a teacher's cache; rank 0 records the numbers as the stage's summary. `settings` has a `FillConfig` as plain data.
-
-    Raises EndedError: why it ended.
-    """
+    """Fill a teacher's cache; rank 0 records the metrics as the stage's summary. `settings["config"]` is a `FillConfig` as plain
+    data. Raises EndedError: see `train_stage`."""
     config, group = sequential(FillConfig.model_validate(settings["config"])), current_group()
     with failures_typed(group.rank), watched(config.output_dir) as heartbeat:
         start_logging(config, group, settings["recorder"])
@@ -222,9 +221,9 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
 
 
 def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Write a teacher with its class means, see `write_class_means`. `settings` has a `TrainConfig` as plain data.
+    """Write a teacher with its class means, see `write_class_means`. `settings["config"]` is a `TrainConfig` as plain data.
 
-    Raises EndedError: why it ended.
+    Raises EndedError: see `train_stage`.
     """
     fetch_inputs(settings["config"])
     config, group = TrainConfig.model_validate(settings["config"]), current_group()
@@ -249,9 +248,9 @@ def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Evaluate a checkpoint, or write its features; rank 0 writes the result to `output`.
+    """Evaluate a checkpoint or write its features; rank 0 writes the result to `config.output`.
 
-    `settings` has an `EvaluateConfig` as plain data. Raises DistillError.
+    `settings["config"]` is an `EvaluateConfig` as plain data. Raises DistillError.
     """
     fetch_inputs(settings["config"])
     config, group = EvaluateConfig.model_validate(settings["config"]), current_group()
@@ -261,8 +260,8 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
         if config.measure == "accuracy":
             result = evaluate_checkpoint(config, group, heartbeat)
         else:
-            of_features = embed_checkpoint if config.measure == "embed" else probe_checkpoint
-            result = of_features(config, group, heartbeat, progress(config, group, settings["recorder"]))
+            measure = embed_checkpoint if config.measure == "embed" else probe_checkpoint
+            result = measure(config, group, heartbeat, progress(config, group, settings["recorder"]))
     if group.is_main and is_uri(config.output):
         store, name = object_at(config.output)
         store.put(name, json.dumps(result).encode())
@@ -271,12 +270,12 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
 
 
 def progress(config: EvaluateConfig, group: Group, recorder: RunRecorder) -> Report:
-    """A `report` of how many images are done for the driver's display, once a second."""
+    """Return a `report` that sends the number of finished images to the driver's display, once a second."""
     stage, last_s = Path(recorder.root, "images"), 0.0
 
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         nonlocal last_s
-        if group.is_main and kind == "start":  # of a split, whose numbers of steps are its own
+        if group.is_main and kind == "start":  # of a split, which counts its steps from 0
             recorder.send("discarded", stage)
         if group.is_main and (kind == "start" or time.monotonic() > last_s + 1):
             recorder.send(kind, stage, step=step, epoch=epoch, metrics=metrics)
@@ -297,7 +296,7 @@ class RecorderHandler(logging.Handler):
 
 
 def start_logging(config: TrainConfig, group: Group, recorder: RunRecorder) -> None:
-    """Send rank 0's log lines, and warnings of every rank, to the stage's log file."""
+    """Send rank 0's log lines and every rank's warnings to the stage's log file."""
     log.setLevel(logging.INFO if group.is_main else logging.WARNING)
     handler = RecorderHandler(recorder, StageDir(Path(config.output_dir)).log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

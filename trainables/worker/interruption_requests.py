@@ -1,4 +1,4 @@
-"""Why a worker wants its stage to end after a checkpoint: it, or a node, is about to end, or there is room for more workers."""
+"""Requests to end a stage after its next checkpoint: the worker or a node is about to end, or more workers have room."""
 
 import signal
 import threading
@@ -12,27 +12,28 @@ from trainables.errors import Interruption
 from trainables.worker.ray_internals import is_preempted
 
 MIN_SESSION_S = 60.0
-"""A stage does not make way for more workers before: two elastic stages would take a free node from each other without end."""
+"""Minimum time before a stage restarts with more workers; otherwise two elastic stages would take a node from each other
+forever."""
 _terminated = threading.Event()
 
 
 def note_sigterm() -> None:
-    """Take the first SIGTERM of this process as a notice, and the second as Ray does. Called in the process's main thread."""
-    at_second = signal.getsignal(signal.SIGTERM)
+    """Only note the first SIGTERM; Ray handles the second. Must be called in the process's main thread."""
+    ray_handler = signal.getsignal(signal.SIGTERM)
 
     def note(signum: int, frame: FrameType | None) -> None:
         _terminated.set()
-        signal.signal(signal.SIGTERM, at_second)
+        signal.signal(signal.SIGTERM, ray_handler)
 
     signal.signal(signal.SIGTERM, note)
 
 
 @dataclass
 class InterruptionRequests:
-    """Called now and then on every rank; see `trainables.engine.interruptions`."""
+    """Polled regularly on every rank; see `trainables.engine.interruptions`."""
 
     more: PlacementGroup | None = None
-    """On rank 0: what the stage would have with more workers."""
+    """On rank 0, the reservation for additional workers."""
     _began_s: float = field(default_factory=time.monotonic)
 
     def __call__(self) -> Interruption | None:

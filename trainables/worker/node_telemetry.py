@@ -1,4 +1,4 @@
-"""Telemetry of all nodes of a job: one sampler a node, its numbers gathered on every rank."""
+"""Telemetry of all nodes of a job, from one sampler per node, gathered on every rank."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,10 +10,10 @@ from trainables.metrics.telemetry import Telemetry
 
 @contextlib.contextmanager
 def node_telemetry(every_s: float, group: Group) -> Iterator[Callable[..., dict[str, float]]]:
-    """A sampler in the first worker of each node. Yields a `snapshot(whole=False)` of all nodes, which every rank calls.
+    """Sample in the first worker of each node. Yields `snapshot(whole=False)`, a collective call that returns all nodes' numbers.
 
-    `node0/cpu_pct`, `node1/gpu0/util_pct`, …: nodes numbered in the order of their first rank.
-    With `whole` and several ranks also `rank0/node`, …: each one's node. Ray Train numbers the ranks node by node.
+    The keys are `node0/cpu_pct`, `node1/gpu0/util_pct`, …, with nodes in the order of their first rank. With `whole` and several
+    ranks, `rank0/node`, … give each rank's node. Ray Train numbers the ranks node by node.
     """
     sampler = Telemetry(every_s) if group.local_rank == 0 else None
 

@@ -1,4 +1,4 @@
-"""Failures of workers: each named where it is raised, and read from Ray Train's exceptions on the driver."""
+"""Worker failures: typed where they are raised, and read from Ray Train's exceptions on the driver."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from trainables.worker.ray_internals import NCCLHangError, RayTrainError, Worker
 
 @contextlib.contextmanager
 def failures_typed(rank: int) -> Iterator[None]:
-    """A context that raises `EndedError` for the exception which leaves it: its kind is decided here, and survives pickling.
+    """Convert an exception that leaves this context to an `EndedError` with the failure's kind, which survives pickling.
 
-    Where one inside of it has decided a cause already, that stays.
+    An `EndedError` from a nested context passes unchanged.
     """
     try:
         yield
@@ -24,13 +24,13 @@ def failures_typed(rank: int) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         # An exception of Ray's own means that an actor is gone, or that other workers did not call the same report.
         failures = [ray_failure(error, rank, "lost_peer")]
-        if isinstance(error.__context__, EndedError):  # what closing raised after it
+        if isinstance(error.__context__, EndedError):  # closing raised `error` after it
             failures.insert(0, error.__context__.failure)
         raise EndedError(first_cause(failures)) from error
 
 
 def failures_in(error: Exception) -> list[Failure]:
-    """The failure of each worker that raised or died, or the one that ended the job before its workers ran."""
+    """Return the failure of each worker that raised or died, or the one that ended the job before its workers ran."""
     if isinstance(error, ray.train.ControllerError):
         return [ray_failure(error.controller_failure, None, "worker_died")]
     workers = getattr(error, "worker_failures", None) or {None: error}
@@ -38,14 +38,14 @@ def failures_in(error: Exception) -> list[Failure]:
 
 
 def ray_failure(error: BaseException, rank: int | None, ray_kind: Kind) -> Failure:
-    """See `failure_of`; an exception of Ray's own is of the kind `ray_kind`."""
+    """Return the failure for `error` as `failure_of` does; Ray's own exceptions get the kind `ray_kind`."""
     if isinstance(error, WorkerHealthCheckFailedError):
         error = error.health_check_failure
     if isinstance(error, ray.exceptions.RayTaskError):
         error = error.cause
     if isinstance(error, EndedError):
         return error.failure
-    if isinstance(error, NCCLHangError):  # of Ray's own watch over NCCL, where that is on
+    if isinstance(error, NCCLHangError):  # from Ray's NCCL watchdog, if enabled
         return Failure("hang", str(error).strip().splitlines()[-1])
     if isinstance(error, ray.train.PreemptionError) or (isinstance(error, ray.exceptions.RayActorError) and error.preempted):
         return Failure("preempted", INTERRUPTIONS["preempted"], None, rank)

@@ -1,4 +1,4 @@
-"""What this package uses of Ray that is not public API, and nothing else does.
+"""The only imports of Ray's private API by this package.
 
 `tests/trainables/worker/test_ray_internals.py` checks each name with the installed Ray.
 """
@@ -27,8 +27,8 @@ __all__ = [
 
 
 def is_preempted() -> bool:
-    """In a worker: whether Ray has announced the end of a node of its job.
+    """In a worker, return whether Ray has announced the end of one of the job's nodes.
 
-    `ray.train.get_preemption_info` says the same, and makes every rank wait for all others through an actor.
+    `ray.train.get_preemption_info` does the same, but makes all ranks wait for each other through an actor.
     """
     return get_train_context().preemption_context.preemption_info is not None

@@ -1,4 +1,4 @@
-"""What Ray knows of the cluster's nodes, by calls that are not all public API, and nothing else here makes.
+"""Queries of the cluster's nodes, with calls that are partly Ray's private API and are made only here.
 
 `tests/integration/test_nodes_come_and_go.py` makes each of them with the installed Ray.
 """
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 
 class NodeResources(NamedTuple):
-    """What a node has, and what of that nobody has reserved, by Ray's name of the resource."""
+    """A node's total and unreserved resources, by Ray's resource names."""
 
     total: dict[str, float]
     free: dict[str, float]
 
 
 def on_this_node() -> Any:
-    """The scheduling strategy of an actor that is of no use without the process that starts it."""
+    """Return the scheduling strategy of an actor that is useless without the process that starts it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -23,17 +23,17 @@ def on_this_node() -> Any:
 
 
 def usable_nodes() -> dict[str, NodeResources]:
-    """Each node that is alive and not about to end, by its id."""
+    """Return the nodes that are alive and not draining, by id."""
     import ray
     from ray._private.state import state
 
-    ending, free = state.get_draining_nodes(), state.available_resources_per_node()
+    draining, free = state.get_draining_nodes(), state.available_resources_per_node()
     alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    return {id: NodeResources(total, free.get(id, {})) for id, total in alive.items() if id not in ending}
+    return {id: NodeResources(total, free.get(id, {})) for id, total in alive.items() if id not in draining}
 
 
 def has_autoscaler() -> bool:
-    """Whether an autoscaler starts nodes for this cluster. What kinds, and how many, Ray's own records do not say."""
+    """Whether an autoscaler starts nodes for this cluster. Ray does not record which kinds and how many."""
     from ray._private.worker import global_worker
     from ray.autoscaler.v2.utils import is_autoscaler_v2
 
@@ -43,4 +43,4 @@ def has_autoscaler() -> bool:
     status = json.loads(client.internal_kv_get(b"__autoscaling_status", None) or "{}")
     report = status.get("autoscaler_report") or {}
     types = {*(report.get("active_nodes") or {}), *(report.get("node_type_mapping") or {}).values()}
-    return any(not name.startswith("node_") for name in types)  # a node started by hand has a type of its own, `node_…`
+    return any(not name.startswith("node_") for name in types)  # manually started nodes have the type `node_…`

@@ -1,4 +1,4 @@
-"""Resources of workers, reserved under a name, so that the driver can give back what others have left."""
+"""Reserve worker resources under a name, so that the driver can release what a dead controller left behind."""
 
 import contextlib
 from functools import partial
@@ -12,15 +12,15 @@ from trainables.worker.ray_internals import WorkerGroupCallback, worker_group_mo
 
 
 def worker_resources(scale: ScaleConfig, loader_workers: int, *, use_gpu: bool) -> dict[str, float]:
-    """What one worker reserves: its compute threads and its loader workers as CPUs, and one GPU."""
+    """Return one worker's resources: a CPU for each compute thread and loader worker, and one GPU."""
     return {"CPU": float(scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
 
 
 class NamedReservation(WorkerGroupCallback):  # type: ignore[misc]
-    """Has Ray Train reserve a worker group's resources under a name, since it gives them none.
+    """Makes Ray Train reserve a worker group's resources under a name, which it does not do by itself.
 
-    Where a controller dies before all workers have started, the resources are not given back as long as the driver lives, and its
-    next workers wait for them.
+    If a controller dies before all workers have started, the resources stay reserved while the driver lives, and its next
+    workers wait for them.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,7 +32,7 @@ class NamedReservation(WorkerGroupCallback):  # type: ignore[misc]
 
 
 def release(name: str) -> None:
-    """On the driver: give back what is reserved under this name, if anything is; processes that run there are ended."""
-    # ValueError: nothing is; of other errors the driver hears where it uses Ray next
+    """On the driver, release the resources reserved under `name`, if any; processes that use them are killed."""
+    # ValueError: nothing is reserved. Other errors will show at the driver's next Ray call.
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
         remove_placement_group(get_placement_group(name))

@@ -1,4 +1,4 @@
-"""The driver's call into this package: `fit` runs one of the entry points on a Ray Train worker group."""
+"""The driver's entry into this package: `fit` runs one of the entry points on a Ray Train worker group."""
 
 import os
 from collections.abc import Callable
@@ -22,21 +22,21 @@ from trainables.worker.recorder import RunRecorder
 from trainables.worker.reservation import NamedReservation, release, worker_resources
 
 CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", **REUSE_FREED_MEMORY}
-"""glibc's allocator for workers that compute on a CPU: freed tensors are reused instead of returned to the kernel.
+"""glibc malloc settings for CPU workers: freed tensors are reused instead of returned to the kernel.
 
-One arena: Ray Train runs the loop in a thread, which would have another than the main one.
+There is one arena because Ray Train runs the loop in a thread, which would get its own.
 """
 
 GPU_ALLOC = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""torch's allocator for workers that compute on a GPU: its segments grow, so that batches of many sizes leave no gaps behind.
+"""Allocator settings for GPU workers: segments grow, so that batches of many sizes do not fragment memory.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
 """
-_ALSO_GPU_ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
-"""The variable's older name, which torch reads too."""
+_LEGACY_GPU_ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
+"""The variable's older name, which torch still reads."""
 GPU_NCCL = {"TORCH_DIST_USE_NCCL2": "0"}
-"""torch's older NCCL backend. That of torch 2.15 makes backward wait for each bucket of a communication hook, raises bare
-RuntimeErrors and records its collectives elsewhere (torch/distributed/distributed_c10d.py, ProcessGroupNCCL2).
+"""Selects torch's older NCCL backend. The new one of torch 2.15 makes backward wait for each bucket of a communication hook,
+raises bare RuntimeErrors and records its collectives elsewhere (torch/distributed/distributed_c10d.py, ProcessGroupNCCL2).
 """
 
 
@@ -44,16 +44,16 @@ class ClusterFullError(Exception):
     """Ray Train found no free resources for the workers within `RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S`, 60 s by default."""
 
     def __init__(self) -> None:
-        super().__init__("the cluster has no room for the workers: other jobs use its resources")
+        super().__init__("the cluster has no free resources for the workers: other jobs are using them")
 
 
 @dataclass(frozen=True)
 class ReusableWorkers:
-    """A worker group that carries out several runs, one after the other, and so starts only once.
+    """A worker group that starts once and carries out several runs, one after the other.
 
-    `coordinator` is the handle of an actor that chooses the runs. It has `next_config(group_id, result) -> dict | None`: takes
-    the current run's result and returns the next run's `TrainConfig` as plain data, or None where these workers have no more to
-    do. Where it `stops_early`, its `should_stop(group_id, steps_s) -> bool` says whether the current run may end.
+    `coordinator` is the handle of the actor that chooses the runs. Its `next_config(group_id, result) -> dict | None` takes the
+    current run's result and returns the next run's `TrainConfig` as plain data, or None if there is none. With `stops_early`,
+    its `should_stop(group_id, steps_s) -> bool` decides whether the current run may end.
     """
 
     coordinator: Any
@@ -73,16 +73,16 @@ def fit(
     reused: ReusableWorkers | None = None,
     limit_s: float | None = None,
 ) -> None:
-    """Train one stage (with `reused` others after it), fill a cache, compute class means, or evaluate, with `scale.num_workers`
-    workers. Blocks until all workers have ended.
+    """Train one stage (with `reused`, several), fill a cache, compute class means or evaluate on `scale.num_workers` workers.
+    Blocks until all workers have ended.
 
-    Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU. `limit_s`: how long a
-    stage may take on its workers; `recorder`: of the run's log, see `RunRecorder.begin_attempt`.
+    Each worker reserves a CPU for each compute thread and loader worker, and one GPU. A stage may run for at most `limit_s`.
+    `recorder` writes the run's log, see `RunRecorder.begin_attempt`.
 
     Raises:
         WorkersFailedError: a worker raised or died.
-        ClusterFullError: the cluster had no free resources for the workers for a minute.
-        ClusterError: the workers could not be started at all, which trying again would not change.
+        ClusterFullError: the cluster had no free resources for the workers within the start timeout.
+        ClusterError: the workers cannot be started, and retrying would not help.
     """
     resources = worker_resources(config.scale, loader_workers, use_gpu=use_gpu)
     settings = {"config": config.model_dump(mode="json"), "recorder": recorder, "reused": reused}
@@ -103,8 +103,8 @@ def fit(
                 NamedReservation(f"{name}-workers"),
             ],
             worker_runtime_env=runtime_env(use_gpu),
-            # By default Ray Train waits for free resources for ever, silently, also where a node's death made that hopeless, and
-            # begins again by itself after an announced end of a node, where we would not know of it.
+            # By default Ray Train waits for free resources silently and forever, even after a node's death, and restarts by
+            # itself after a preemption, which we would not notice.
             failure_config=ray.train.FailureConfig(controller_failure_limit=0, max_preemption_failures=0),
         ),
     )
@@ -118,18 +118,18 @@ def fit(
         raise WorkersFailedError(failures_in(error), stacks) from error
     finally:
         if ray.is_initialized():
-            release(f"{name}-workers")  # left where the controller died while the workers started
+            release(f"{name}-workers")  # still reserved if the controller died while the workers started
             if isinstance(config, TrainConfig) and config.next_num_workers is not None:
                 release(name)
 
 
 def runtime_env(use_gpu: bool) -> dict[str, Any]:
-    """The runtime environment of what computes: `CPU_MALLOC`, or `GPU_ALLOC` and `GPU_NCCL`, but for what is set."""
-    own = set(os.environ)
-    if _ALSO_GPU_ALLOC in own:
-        own |= GPU_ALLOC.keys()
+    """Return the workers' runtime environment: `CPU_MALLOC`, or `GPU_ALLOC` and `GPU_NCCL`, without variables already set."""
+    already_set = set(os.environ)
+    if _LEGACY_GPU_ALLOC in already_set:
+        already_set |= GPU_ALLOC.keys()
     variables = GPU_ALLOC | GPU_NCCL if use_gpu else CPU_MALLOC
-    return {"env_vars": {name: value for name, value in variables.items() if name not in own}}
+    return {"env_vars": {name: value for name, value in variables.items() if name not in already_set}}
 
 
 def _entry_point(config: TrainConfig | EvaluateConfig, reused: ReusableWorkers | None) -> Callable[[dict[str, Any]], None]:
@@ -145,14 +145,14 @@ def _entry_point(config: TrainConfig | EvaluateConfig, reused: ReusableWorkers |
 
 
 def _raise_controller_failure(error: ray.train.ControllerError) -> NoReturn:
-    """Raise what a failure of Ray Train's controller means; see `fit`."""
+    """Raise the error for a failure of Ray Train's controller; see `fit`."""
     failure = error.controller_failure
     if isinstance(failure, WorkerGroupStartupTimeoutError):
         raise ClusterFullError from error
     cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
     if isinstance(cause, DistillError) and not isinstance(cause, DeviceError):
         raise cause from error
-    # A worker died or hangs, could not continue, or cannot use its GPU, before its training began or while Ray launched it.
+    # A worker died, hung, could not continue or could not use its GPU, before its training began or while Ray launched it.
     if isinstance(failure, ray.exceptions.RayError | WorkerGroupStartupFailedError | EndedError):
         raise WorkersFailedError(failures_in(error)) from error
     raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error

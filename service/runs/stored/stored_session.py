@@ -16,8 +16,8 @@ from service.runs.stored.stored_runs import NOT_PUT, display_name, people_files,
 from trainables.errors import ExperimentError, StorageError
 from trainables.locks import locked
 from trainables.object_store.store import ObjectStore
-from trainables.paced import Paced
 from trainables.rundir import RunDir
+from trainables.throttled import Throttled
 
 PUT_FILES_EVERY_S = 30.0
 MAX_PAUSE_S = 60.0
@@ -126,7 +126,7 @@ class _StoredDriver:
         return found.st_size, found.st_mtime_ns
 
     def _run(self) -> None:
-        put_changed = Paced(self.put_changed, pause_s=PUT_FILES_EVERY_S, most_s=MAX_PAUSE_S)
+        put_changed = Throttled(self.put_changed, pause_s=PUT_FILES_EVERY_S, max_pause_s=MAX_PAUSE_S)
         while not self._ended.wait(put_changed.wait_s()):
             try:
                 put_changed()

@@ -67,10 +67,10 @@ def test_the_page_on_pipeline_stages_agrees_with_the_table_on_each_method() -> N
     ("code", "says"),
     [
         ("import no_such_package", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_package'"),
-        ("Mine = 3", "cannot be loaded: mine is no method"),
+        ("Mine = 3", "cannot be loaded: mine is not a method"),
         (
             OWN_METHOD.replace("Options = MineOptions", "Options = dict"),
-            "cannot be loaded: mine has Options that do not inherit from",
+            "cannot be loaded: mine has Options that are not a MethodOptions",
         ),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_method_whose_weight_has_no_default_is_a_row_like_any_other(tmp_path: 
 def test_a_name_that_two_packages_offer_is_shown_with_both(tmp_path: Path) -> None:
     with installed(tmp_path, "other", "kd", OWN_METHOD):
         (output, *_) = rows(text_of(method_table(), width=600))["kd"]
-    assert output.startswith("cannot be loaded: kd is offered by raydistill (trainables.methods.kd:KD) and other (_other:Mine)")
+    assert output.startswith("cannot be loaded: kd is declared by raydistill (trainables.methods.kd:KD) and other (_other:Mine)")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -106,7 +106,7 @@ def test_every_option_of_a_method_is_shown_with_its_default_and_described(name: 
 def test_a_method_is_shown_with_its_paper_its_task_weight_and_its_taps() -> None:
     text = text_of(*method_parts("reviewkd"))
     assert "Chen, Liu, Zhao and Jia 2021" in text
-    assert "The authors' weight for" in text
+    assert "The authors' weight and warm-up for" in text
     assert "taps: student stages pooled, teacher stages.preact pooled" in text
     assert rows(text)["warmup_epochs"][0] == "20"
 

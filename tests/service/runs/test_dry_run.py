@@ -26,15 +26,15 @@ def small(*overrides: str) -> Resolved:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["student.model=mlp_small", "distill.method=fitnet"], "model mlp_small has no stage2: no stages of it are declared"),
+        (["student.model=mlp_small", "distill.method=fitnet"], "model mlp_small has no stage2: its stages are not declared"),
         (["teacher.model=mlp_small", "distill.method=fitnet"], "model mlp_small has no stage2"),
-        (["teacher.model=wrn_16_2", "distill.method=kdsvd"], "kdsvd compares maps with equally many channels, not 16 of the"),
+        (["teacher.model=wrn_16_2", "distill.method=kdsvd"], "kdsvd needs maps with equal channels, but the student's has 16"),
         (["distill.options={at: {student_taps: [stage1]}}", "distill.method=at"], "the student has 1 maps, the teacher 3"),
         (["distill.method=simkd", "teacher.model=mlp_small"], "model mlp_small has no unpooled"),
-        ([f"distill.method={OWN}:UndeclaredNorm"], "UndeclaredNorm has batch norms of its own: declare requires = Requirements("),
+        ([f"distill.method={OWN}:UndeclaredNorm"], "UndeclaredNorm has its own batch norms: declare requires = Requirements("),
         (
             ["distill.method=[ab, ft]", "distill.options={ft: {init_lr: 0.1}}"],
-            "distill.options: ab and ft share one init stage, and have the init_lr None and 0.1: write the same for each",
+            "distill.options: ab and ft share one init stage, but have init_lr None and 0.1: set the same value for each",
         ),
         (
             ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.method=dkd"],
@@ -107,7 +107,7 @@ def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["train", "sweep"])
 def test_an_assistant_that_does_not_fit_is_refused_as_the_student_would_be(kind: str) -> None:
     chain = small("assistants=[{model: mlp_small}]", "distill.method=at", "sweep.space={seed: [1]}")
-    with pytest.raises(ExperimentError, match="model mlp_small has no stages: no stages of it are declared"):
+    with pytest.raises(ExperimentError, match="model mlp_small has no stages: its stages are not declared"):
         (check_train if kind == "train" else check_sweep)(chain)
 
 
@@ -121,7 +121,7 @@ def test_points_of_a_sweep_that_do_not_fit_are_rows_with_a_reason_and_the_others
     for size in (8, 16):
         assert reasons["mlp_small", "kd", size] == reasons["resnet8", "kd", size] == reasons["resnet8", "at", size] == ""
         assert "mlp_small has no stages" in reasons["mlp_small", "at", size]
-        assert "equally many channels" in reasons["resnet8", "kdsvd", size]
+        assert "maps with equal channels" in reasons["resnet8", "kdsvd", size]
 
 
 def test_points_whose_optimizer_cannot_be_built_are_rows_with_a_reason() -> None:
@@ -144,7 +144,7 @@ def test_a_point_that_is_too_large_for_this_machine_may_not_be_for_the_clusters(
 
 
 def test_a_sweep_of_which_no_point_fits_is_refused() -> None:
-    with pytest.raises(ExperimentError, match=r"none of its 2 points can run; the first: .*: kdsvd compares"):
+    with pytest.raises(ExperimentError, match=r"none of its 2 points can run; the first: .*: kdsvd needs maps"):
         check_sweep(small("teacher.model=wrn_16_2", "distill.method=kdsvd", "sweep.space={seed: [1, 2]}"))
 
 

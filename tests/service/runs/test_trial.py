@@ -118,7 +118,7 @@ def test_a_death_that_a_full_disk_does_not_take_down_ends_the_stage_which_can_be
     outcome = run_to_end(assigned(config))
     assert (outcome.status, outcome.failure, outcome.restarts) == ("failed", "disk", 0)
     assert "rank 1 is gone; then " in outcome.reason
-    assert outcome.reason.endswith(f"{tmp_path}/events.jsonl: No space left on device: free space, then `distill resume`")
+    assert outcome.reason.endswith(f"{tmp_path}/events.jsonl: No space left on device: free space, then run `distill resume`")
 
 
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, *errors: Exception, max_failures: int = 3) -> Outcome:

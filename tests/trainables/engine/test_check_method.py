@@ -59,7 +59,7 @@ def test_every_method_of_ours_keeps_the_contract(ranks: RankPool, name: str) -> 
         ("InitGather", 0, "in the init stage it calls batch.all_gather: declare requires = Requirements(whole_batch=True)"),
         ("HalfTrained", 1, "in the init stage no loss reaches methods.HalfTrained.encoder.bias, methods.HalfTrained.dec"),
         ("HalfTrained", 5, "in the init stage gradients are not finite: methods.HalfTrained.encoder.weight"),
-        ("ReadsAfterAll", 0, "distill.method: it reads logits and declares Requirements(logits=False): leave that out"),
+        ("ReadsAfterAll", 0, "distill.method: it reads logits but declares Requirements(logits=False): remove that"),
     ],
 )
 def test_mistakes_are_found_out_in_single_batches(name: str, place: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,13 +176,13 @@ def test_a_batch_that_batch_norm_cannot_normalize_is_said_in_one_line(ranks: Ran
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("MissingTerm", "returns distance and declares distance, absent: give what forward returns the names in terms"),
+        ("MissingTerm", "returns distance and declares distance, absent: make forward return exactly the names in terms"),
         (
             "UndeclaredScalar",
-            "returns distance as a scalar, a loss of the global batch: declare requires = Requirements(whole_batch=True), or"
+            "returns distance as a scalar, which is a loss of the global batch: declare requires = Requirements(whole_batch=True)"
             " return one loss per image",
         ),
-        ("WrongInitStage", "returns zzz and declares reconstruction: give what init_loss returns the names in init_terms"),
+        ("WrongInitStage", "returns zzz and declares reconstruction: make init_loss return exactly the names in init_terms"),
     ],
 )
 def test_terms_that_a_method_does_not_declare_are_refused(ranks: RankPool, tmp_path: Path, name: str, says: str) -> None:

@@ -63,7 +63,7 @@ def test_a_backbone_whose_output_passes_untrained_layers_is_a_notice(tmp_path: P
             export_digits(
                 write_student(tmp_path / "m.safetensors", model, image_size=32, classes=()), "safetensors", tmp_path / model
             )
-        assert any("layers behind its tap `embedding`" in line for line in lines) == has_more
+        assert any("layers after its tap `embedding`" in line for line in lines) == has_more
 
 
 @pytest.mark.processes
@@ -145,7 +145,7 @@ def test_a_file_that_differs_by_more_than_is_allowed_is_refused_and_removed(tmp_
     export_digits(path, "safetensors", good)
     before = (good / "export.json").read_bytes()
     for folder in (good, tmp_path / "other"):
-        says = r"^safetensors of resnet8 differs from the checkpoint by \S+e-0\d, more than 0, 0 of the largest output: it is not"
+        says = r"^safetensors of resnet8 differs from the checkpoint by \S+e-0\d, more than 0 \(0 × the largest output\), so"
         with pytest.raises(ExportError, match=says):
             export_digits(path, "safetensors", folder, tolerance=0)
     assert (good / "export.json").read_bytes() == before
@@ -157,11 +157,11 @@ def test_what_a_format_cannot_have_is_refused_with_what_to_write(tmp_path: Path,
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").touch()
     for path, to, options, says in [
-        (ours, "timm", {}, "resnet8 is no model of timm: write --to safetensors or onnx"),
-        (theirs, "timm", {}, "squeezenet1_1 is no model of timm: write --to torchvision, safetensors or onnx"),
-        (ours, "torchvision", {}, "resnet8 is no model of torchvision: write --to safetensors or onnx"),
-        (theirs, "torchvision", {"preprocess": True}, "--preprocess: torchvision has .* write --to onnx or torch_export"),
-        (ours, "onnx", {"folder": "m.onnx"}, "--out .*m.onnx: name a folder, which gets model.onnx and export.json"),
+        (ours, "timm", {}, "resnet8 is not a timm model: choose --to safetensors or onnx"),
+        (theirs, "timm", {}, "squeezenet1_1 is not a timm model: choose --to torchvision, safetensors or onnx"),
+        (ours, "torchvision", {}, "resnet8 is not a torchvision model: choose --to safetensors or onnx"),
+        (theirs, "torchvision", {"preprocess": True}, "--preprocess: torchvision stores .* choose --to onnx or torch_export"),
+        (ours, "onnx", {"folder": "m.onnx"}, "--out .*m.onnx: name a folder to write model.onnx and export.json into"),
         (ours, "onnx", {"folder": "full"}, "--out .*full has other files: choose another folder"),
         (ours, "onnx", {"folder": "full/notes.txt"}, "notes.txt: name a folder"),
     ]:
@@ -176,7 +176,7 @@ def test_a_state_dict_that_needs_this_package_is_a_notice(tmp_path: Path) -> Non
     lines: list[str] = []
     with notices_to(lines.append):
         export_digits(write_student(tmp_path / "m.safetensors", "resnet8"), "safetensors", tmp_path / "out")
-    assert lines == ["resnet8 is built by this package: --to onnx and torch_export write files that need nothing of it"]
+    assert lines == ["resnet8 is built by raydistill: to load the file without it, choose --to onnx or torch_export"]
 
 
 def test_images_of_other_classes_have_no_accuracy_and_that_is_a_notice(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_images_of_other_classes_have_no_accuracy_and_that_is_a_notice(tmp_path:
         found = export_digits(path, "torch_export", tmp_path / "out")["comparison"]
     assert found["same_top1_pct"] == 100
     assert "top1_pct" not in found
-    assert lines == ["digits has not the student's classes: the accuracy is not measured"]
+    assert lines == ["digits does not have the student's classes: the accuracy is not measured"]
 
 
 def test_images_are_taken_from_the_whole_split(tmp_path: Path) -> None:

@@ -37,6 +37,6 @@ def test_a_teacher_that_is_sure_still_teaches_how_the_others_compare() -> None:
 
 
 def test_one_class_alone_is_refused() -> None:
-    with pytest.raises(ExperimentError, match="dkd compares a sample's class with the others, and the data has only one"):
+    with pytest.raises(ExperimentError, match="dkd compares a sample's class with the others, but the data has only one"):
         make("dkd", num_classes=1)
     make("dkd", num_classes=2)

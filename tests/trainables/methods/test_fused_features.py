@@ -125,7 +125,7 @@ def test_a_shortcuts_norm_is_not_taken_for_the_main_branchs() -> None:
 
 
 def test_ofd_refuses_a_teacher_whose_batch_norm_is_not_found() -> None:
-    with pytest.raises(ExperimentError, match=r"map 2 of 3 is not what a batch norm with scale and shift returns") as caught:
+    with pytest.raises(ExperimentError, match=r"map 2 of 3 is not the output of a batch norm with scale and shift") as caught:
         made("ofd", teacher_taps=("features.1", "features.4", "features.9"))
     assert "\n" not in str(caught.value)
 
@@ -156,11 +156,11 @@ def test_review_knowledge_goes_from_deep_to_shallow() -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "says"),
     [
-        ("srrl", {"teacher_shapes": ((32, 2, 2),)}, r"srrl.teacher_taps: srrl reads what the teacher's classifier does, \(32,\)"),
+        ("srrl", {"teacher_shapes": ((32, 2, 2),)}, r"srrl.teacher_taps: srrl reads the teacher's classifier input, \(32,\)"),
         ("srrl", {"student_shapes": STUDENT}, "srrl.student_taps: srrl reads one map"),
         ("semckd", {"student_shapes": ((4,),)}, "semckd.student_taps: semckd reads maps"),
         ("reviewkd", {"student_shapes": STUDENT}, "3 maps, the teacher 4"),
-        ("simkd", {"student_shapes": ((16, 2, 2),)}, "not 16 of the student with 32 of the teacher"),
+        ("simkd", {"student_shapes": ((16, 2, 2),)}, "the student's has 16 and the teacher's 32"),
         ("ofd", {"student_shapes": STUDENT[:2]}, "2 maps, the teacher 3"),
     ],
 )

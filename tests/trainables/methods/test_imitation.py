@@ -235,9 +235,9 @@ def test_nothing_to_imitate_is_refused() -> None:
 @pytest.mark.parametrize(
     ("student", "options", "says"),
     [
-        (((4,),), {}, "distill.options.queue.student_taps: queue reads embedding and map, an embedding is (D,) and a map"),
+        (((4,),), {}, "distill.options.queue.student_taps: queue reads embedding and map: an embedding is (D,) and a map"),
         (((5, 3, 4), (4,)), {}, "the student's taps are (5, 3, 4), (4,): name such taps, or set the weight of the other to 0"),
-        (((5, 3, 4),), {"map": 0}, "queue reads embedding, "),
+        (((5, 3, 4),), {"map": 0}, "queue reads embedding: "),
         ((), {}, "the student's taps are none"),
     ],
 )
@@ -263,9 +263,9 @@ def test_a_map_that_is_resized_is_a_notice(name: str, teacher: Shapes, options: 
     with notices_to(lines.append):
         make(name, student_shapes=STUDENT, teacher_shapes=teacher, **options)
     sizes = "×".join(map(str, teacher[1][1:]))
-    of_teacher = f"{name} compares a map of 3×4 positions of the student with one of {sizes} of the teacher"
+    of_teacher = f"{name} compares the student's 3×4 map with the teacher's {sizes}"
     widths, *others = lines
-    assert widths.startswith(f"distill.method: {name} takes the student's features to the teacher's: ")
+    assert widths.startswith(f"distill.method: {name} projects the student's features to the teacher's: ")
     assert others == ([f"distill.method: {of_teacher}: it resizes the {resized}'s"] if resized else [])
 
 

@@ -108,4 +108,4 @@ def test_a_temperature_that_hard_labels_do_not_use_is_noted() -> None:
     lines: list[str] = []
     with notices_to(lines.append):
         KDOptions.model_validate({"hard": True, "temperature": 2.0})
-    assert lines == ["distill.options.kd.temperature is not used, since hard is true"]
+    assert lines == ["distill.options.kd.temperature is not used, because hard is true"]

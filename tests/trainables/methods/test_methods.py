@@ -98,21 +98,25 @@ def test_a_source_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> 
     with pytest.raises(ExperimentError, match=r"^distill\.method: \S+/gone\.py cannot be read \(No such file or directory\)"):
         read_source(f"{tmp_path}/gone.py:Mine")
     (tmp_path / "latin.py").write_bytes(b"# \xe4")
-    with pytest.raises(ExperimentError, match=r"^distill\.method: \S+/latin\.py is not UTF-8: save the file in that encoding$"):
+    with pytest.raises(ExperimentError, match=r"^distill\.method: \S+/latin\.py is not UTF-8: save it as UTF-8$"):
         read_source(f"{tmp_path}/latin.py:Mine")
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "says"),
     [
-        (OWN_METHOD, "Other", "is no method: write a class that inherits from"),
+        (OWN_METHOD, "Other", "is not a method: inherit from"),
         (OWN_METHOD, "Missing", "cannot be loaded (AttributeError"),
-        (OWN_METHOD + "\n\nMine.Options = dict", "Mine", "has Options that do not inherit from"),
-        (OWN_METHOD + "\n\ndel Mine.terms", "Mine", "has no tuple `terms`: write one with the names of what forward returns"),
+        (OWN_METHOD + "\n\nMine.Options = dict", "Mine", "has Options that are not a MethodOptions"),
+        (
+            OWN_METHOD + "\n\ndel Mine.terms",
+            "Mine",
+            "has no tuple `terms`: add one with the names of the terms",
+        ),
         (
             OWN_METHOD + '\n\nMine.init_terms = ("first",)',
             "Mine",
-            "has init_terms, and Options without their epochs: inherit them",
+            "has init_terms, but Options without init_epochs: inherit them",
         ),
         ("import no_such_package", "Mine", "cannot be loaded (ModuleNotFoundError"),
         ("import sys; sys.exit(0)", "Mine", "cannot be loaded (SystemExit: 0)"),
@@ -165,7 +169,7 @@ def test_a_name_that_two_packages_offer_is_refused_with_both(tmp_path: Path, nam
             load_method(name)
         assert load_method("dkd") is load_method("dkd")
     message = str(caught.value)
-    assert message.startswith(f"distill.method: {name} is offered by ")
+    assert message.startswith(f"distill.method: {name} is declared by ")
     assert ours in message
     assert "second (_second:Mine)" in message
     assert "\n" not in message

@@ -32,20 +32,20 @@ BY_DEFAULT = {
     ),
     "at": Defaults(BOTH, ("stages",), {"weight": 1000.0, "power": 2.0, "variant": "repdistiller"}),
     "cc": Defaults(
-        "of the paper; weights of Knowledge-Distillation-Zoo (100) and RepDistiller (0.02)",
+        "from the paper; the weights of Knowledge-Distillation-Zoo (100) and RepDistiller (0.02)",
         ("pooled",),
         {"weight": 100.0, "variant": "paper", "gamma": 0.4, "order": 2, "embedding": 128},
     ),
     "crd": Defaults(
-        "The paper's for CIFAR-100, which are RepDistiller's",
+        "The paper's defaults for CIFAR-100, which are RepDistiller's",
         ("pooled",),
         {"weight": 0.8, "negatives": 16384, "temperature": 0.07, "momentum": 0.5, "embedding": 128},
     ),
-    "dist": Defaults("The paper's: β = γ = 2; τ = 4 for CIFAR-100", (), {**LOGITS, "beta": 2.0, "gamma": 2.0}),
+    "dist": Defaults("The paper's values: β = γ = 2; τ = 4 for CIFAR-100", (), {**LOGITS, "beta": 2.0, "gamma": 2.0}),
     "dkd": Defaults(
-        "what the authors publish as the default for CIFAR-100", (), {**LOGITS, "alpha": 1.0, "beta": 8.0, "warmup_epochs": 20.0}
+        "The authors' published defaults for CIFAR-100", (), {**LOGITS, "alpha": 1.0, "beta": 8.0, "warmup_epochs": 20.0}
     ),
-    "dml": Defaults("The paper's: T = 1", (), {"peer": None, "temperature": 1.0}),
+    "dml": Defaults("The paper's values: T = 1", (), {"peer": None, "temperature": 1.0}),
     "embed": Defaults(
         "AM-RADIO's losses and heads",
         ("embedding", "map"),
@@ -77,24 +77,24 @@ BY_DEFAULT = {
     "kd": Defaults(REPDISTILLER, (), {**LOGITS, "weight": 0.9, "hard": False, "token": False}, task_weight=0.1),
     "kdsvd": Defaults(REPDISTILLER, ("stages",), {"vectors": 1}),
     "mlkd": Defaults(
-        "The authors' for CIFAR-100",
+        "The authors' values for CIFAR-100",
         (),
         {"weight": 0.9, "standardize": False, "temperatures": (2.0, 3.0, 4.0, 5.0, 6.0)},
         task_weight=0.1,
     ),
-    "nkd": Defaults("The paper's: λ = 1 and γ = 1.5", (), {"standardize": False, "temperature": 1.0, "gamma": 1.5}),
+    "nkd": Defaults("The paper's values: λ = 1 and γ = 1.5", (), {"standardize": False, "temperature": 1.0, "gamma": 1.5}),
     "nst": Defaults(BOTH, ("stages",), {"weight": 50.0}),
     "ofd": Defaults("The authors' weight for CIFAR", ("stages.preact",), {"weight": 1e-3}),
     "pkt": Defaults("RepDistiller's weight", ("pooled",), {"weight": 30000.0, "variant": "repdistiller"}),
-    "pskd": Defaults("as in the paper", (), {"alpha": 0.8}, task_weight=0.0),
+    "pskd": Defaults("The paper's α", (), {"alpha": 0.8}, task_weight=0.0),
     "queue": Defaults(
-        "LightlyTrain's: τ = 0.07, both weights 1",
+        "LightlyTrain's defaults: τ = 0.07, both weights 1",
         ("embedding", "map"),
         {"embedding": 1.0, "map": 1.0, "temperature": 0.07, "map_temperature": 0.07, "queue_size": None},
         task_weight=0.0,
     ),
     "reviewkd": Defaults(
-        "The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100",
+        "The authors' weight and warm-up for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100",
         (),
         {
             "weight": 5.0,
@@ -109,9 +109,9 @@ BY_DEFAULT = {
         ("pooled",),
         {"distance": 25.0, "angle": 50.0},
     ),
-    "semckd": Defaults("The authors' for CIFAR-100", ("stages",), {"weight": 400.0, "temperature": 1.0}),
+    "semckd": Defaults("The authors' values for CIFAR-100", ("stages",), {"weight": 400.0, "temperature": 1.0}),
     "simkd": Defaults(
-        "The authors': only this loss", (), {"student_taps": ("projector",), "teacher_taps": ("unpooled",)}, task_weight=0.0
+        "The authors' setup: only this loss", (), {"student_taps": ("projector",), "teacher_taps": ("unpooled",)}, task_weight=0.0
     ),
     "sp": Defaults("The paper's and RepDistiller's weight", ("stage-1",), {"weight": 3000.0}),
     "srrl": Defaults(
@@ -125,7 +125,7 @@ BY_DEFAULT = {
         },
     ),
     "ttm": Defaults(
-        "The paper's for vgg13 → vgg8 (table 8)",
+        "The paper's values for vgg13 → vgg8 (table 8)",
         (),
         {"weight": 45.0, "standardize": False, "temperature": 10.0, "weighted": False},
     ),

@@ -121,7 +121,7 @@ def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path)
     [
         (["bn2"], "the student has no module 'bn2'; did you mean bn1?"),
         (["conv1", ""], "the student has no module ''; it has conv1, layer1, layer2, layer3, bn1, relu, avgpool, flatten, fc"),
-        (["conv1", "layer1", "layer2", "layer3", "bn1"], "it names all that ab would train: leave a module out"),
+        (["conv1", "layer1", "layer2", "layer3", "bn1"], "it freezes everything that ab would train: leave a module out"),
     ],
 )
 def test_what_the_init_stage_cannot_leave_out_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
@@ -200,7 +200,7 @@ def test_two_init_stages_at_unlike_rates_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
         with_init_stage(TrainConfig.model_validate({**settings.model_dump(), "distill": both}))
     assert str(caught.value) == (
-        "distill.options: ft and fsp share one init stage, and have the init_lr 0.003 and None: write the same for each"
+        "distill.options: ft and fsp share one init stage, but have init_lr 0.003 and None: set the same value for each"
     )
 
 

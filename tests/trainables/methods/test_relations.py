@@ -39,7 +39,7 @@ def test_cc_has_for_each_variant_the_weight_of_its_source() -> None:
 
 def test_rkds_angles_in_parts_are_those_of_the_whole() -> None:
     student, teacher = (outputs.features[0] for outputs in answers(Case("rkd", **ROWS), 7))
-    losses = [angle_differences(student, teacher, part=part) for part in (1, 2 * 7 * 13, 10**6)]
+    losses = [angle_differences(student, teacher, chunk_size=size) for size in (1, 2 * 7 * 13, 10**6)]
     gradients = [torch.autograd.grad(loss, student)[0] for loss in losses]
     for loss, gradient in zip(losses[:2], gradients[:2], strict=True):
         torch.testing.assert_close(loss, losses[2], rtol=1e-12, atol=0)
@@ -52,10 +52,10 @@ def test_rkds_angles_in_parts_are_those_of_the_whole() -> None:
         (
             "irg",
             ((2, 4, 4), (3, 2, 2), (4,)),
-            "distill.options.irg.student_taps: the second map, (3, 2, 2), needs as many channels",
+            "distill.options.irg.student_taps: the second map, (3, 2, 2), must have as many channels",
         ),
-        ("irg", ((2, 4, 4), (2, 8, 8), (4,)), "no larger a size"),
-        ("irg", ((2, 4, 4), (4,)), "the first two have to be maps (C, H, W)"),
+        ("irg", ((2, 4, 4), (2, 8, 8), (4,)), "must not be larger"),
+        ("irg", ((2, 4, 4), (4,)), "the first two must be maps (C, H, W)"),
         ("irg", ((2, 4, 4), (2, 4, 4)), "name equally many"),
         ("sp", ((2, 4, 4), (2, 4, 4)), "distill.options.sp.student_taps: sp compares one feature, not 2"),
         ("crd", (), "crd compares one feature, not 0"),

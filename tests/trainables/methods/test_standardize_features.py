@@ -78,8 +78,8 @@ def test_a_width_without_a_hadamard_matrix_is_a_notice_and_has_a_variance_of_1_o
         x_ND = features(50, 6)
         y_ND = standardizer("phi_s", x_ND)(x_ND)
     assert lines == [
-        "here: no Hadamard matrix of 6 rows is known here: a random orthogonal matrix takes its place, with which the channels'"
-        " variances are 1 on average only"
+        "here: no Hadamard matrix with 6 rows can be constructed: a random orthogonal matrix is used instead, so the channels'"
+        " variances are only 1 on average"
     ]
     assert float(y_ND.var(0, correction=0).mean()) == pytest.approx(1)
 

@@ -77,5 +77,5 @@ def test_two_workers_drop_the_teachers_that_one_does(tmp_path: Path, ranks: Rank
 
 
 def test_a_loss_of_the_whole_batch_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"^distill.teacher_dropping: rkd1/\w+ is one loss of the whole batch"):
+    with pytest.raises(ExperimentError, match=r"^distill.teacher_dropping: rkd1/\w+ is one loss for the whole batch"):
         train(Group(), job(tmp_path, "job", method=["rkd"]))

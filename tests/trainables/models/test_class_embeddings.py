@@ -91,8 +91,8 @@ def test_rows_are_chosen_by_the_names_next_to_them_and_without_names_taken_in_or
     with notices_to(lines.append):
         load(path, zero_shot=(write(tmp_path, rows_KD[:4]), 100.0))
     assert lines == [
-        f"teacher.classes: {file}: there is no text.txt with names: its rows are taken as cat, dog, emu and 1 more in the data's "
-        "order"
+        f"teacher.classes: {file}: there is no text.txt with class names: its rows are used as cat, dog, emu and 1 more "
+        "in the data's order"
     ]
 
 
@@ -111,13 +111,13 @@ def test_a_teacher_is_another_one_with_other_embeddings_names_or_scale(tmp_path:
     ]
     assert all(one != other for one, other in itertools.combinations([first, *others], 2))
     file = write(tmp_path, embeddings(seed=1)), 100.0
-    assert "is not the convnet_small with which this job began" in refusal(headless(tmp_path), zero_shot=file, sha256=first)
+    assert "is not the convnet_small that the job started with" in refusal(headless(tmp_path), zero_shot=file, sha256=first)
 
 
 @pytest.mark.parametrize(
     ("rows_KD", "names", "says"),
     [
-        (embeddings(width=9), None, "has embeddings of 9 numbers, and the output of convnet_small has 32: write"),
+        (embeddings(width=9), None, "has embeddings of width 9, but the output of convnet_small has width 32: use"),
         (
             embeddings(),
             "cat\ndog\nemu\ngnu",
@@ -125,8 +125,8 @@ def test_a_teacher_is_another_one_with_other_embeddings_names_or_scale(tmp_path:
         ),
         (embeddings(), "cat\ndog\nemu\ncat", "has several classes 'cat': write each class"),
         (embeddings(5), "cat\ndog\nemu\nfox\ncat", "has several classes 'cat': write each class of the data once"),
-        (embeddings(5), None, "has 5 rows and the data 4 classes: write one name a line into"),
-        (embeddings(5), "cat\ndog", "text.txt 2 names: write one name a line"),
+        (embeddings(5), None, "has 5 rows and the data 4 classes: write one name per line into"),
+        (embeddings(5), "cat\ndog", "text.txt 2 names: write one name per line"),
         (embeddings() * [[1], [np.nan], [1], [np.inf]], None, "not finite, or only zeros, in row 1, row 3: write it again"),
         (embeddings() * [[1], [1], [1], [0]], None, "not finite, or only zeros, in row 3"),
         (embeddings()[0], None, "is float32 (32,), not floats (K, D): write an embedding of each class"),
@@ -144,7 +144,7 @@ def test_embeddings_that_are_not_of_these_classes_or_this_model_are_refused(
 
 def test_a_file_that_is_missing_and_a_teacher_with_a_classifier_are_refused(tmp_path: Path) -> None:
     assert "cannot be read ([Errno 2]" in refusal(headless(tmp_path), zero_shot=(str(tmp_path / "none.npy"), 100.0))
-    file, own = (write(tmp_path, embeddings()), 100.0), "has a classifier of its own, of 4 classes, in place of which"
+    file, own = (write(tmp_path, embeddings()), 100.0), "has its own classifier with 4 classes, which teacher.classes would"
     assert own in refusal(write_checkpoint(tmp_path / "best.safetensors", convnet()), zero_shot=file)
     torch.save(convnet().state_dict(), tmp_path / "plain.pth")
     assert own in refusal(tmp_path / "plain.pth", zero_shot=file)

@@ -49,14 +49,14 @@ def test_a_part_of_imagenet_is_found_by_name_without_case_and_underscores() -> N
     assert rows(["Great_White_Shark", "tench"]) == (2, 0)
     assert rows(NAMES) is None
     assert "has 1000 classes, none of them 'a product', and the data has 2" in refusal(["tench", "a product"])
-    assert "several classes 'cardigan': name the data's by WordNet ids" in refusal(["tench", "cardigan"])
+    assert "several classes 'cardigan': name the data's classes by WordNet ids" in refusal(["tench", "cardigan"])
     assert "several classes" in refusal(sorted(NAMES))
 
 
 def test_a_synonym_is_a_name_and_two_of_one_class_are_refused() -> None:
     record = own("tench, Tinca tinca", "goldfish")
     assert rows(["goldfish", "tinca_tinca"], record) == (1, 0)
-    assert "'tench' and 'Tinca_tinca' of the data are one class of it, 0" in refusal(["tench", "Tinca_tinca", "goldfish"], record)
+    assert "'tench' and 'Tinca_tinca' of the data are both its class 0" in refusal(["tench", "Tinca_tinca", "goldfish"], record)
 
 
 def test_as_many_classes_of_other_names_are_taken_to_be_the_datas() -> None:
@@ -68,7 +68,9 @@ def test_as_many_classes_of_other_names_are_taken_to_be_the_datas() -> None:
 @pytest.mark.parametrize("form", ["{}", "class_{}"])
 def test_numbers_that_were_sorted_as_text_are_not_imagenets_labels(form: str) -> None:
     numbers = [form.format(number) for number in range(1000)]
-    assert f"class 2 is number 2, the data's is {numbers[10]!r}: name them by numbers of one length" in refusal(sorted(numbers))
+    assert f"class 2 is number 2, the data's is {numbers[10]!r}: name the data's classes by numbers of equal length" in refusal(
+        sorted(numbers)
+    )
     assert "has 1000 classes, none of them" in refusal(numbers[:2])
 
 
@@ -86,7 +88,7 @@ def test_without_timm_wordnet_ids_are_in_their_order_or_refused(monkeypatch: pyt
     ids = [f"n{number:08d}" for number in range(1000)]
     assert rows(ids, record) is None
     assert rows([ids[1], ids[0], *ids[2:]], record) == (1, 0, *range(2, 1000))
-    assert "which are looked up in timm: `pip install raydistill[timm]`" in refusal(ids[:3], record)
+    assert "which only timm can look up: `pip install raydistill[timm]`" in refusal(ids[:3], record)
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
@@ -117,4 +119,4 @@ def test_other_names_are_taken_in_their_order_and_that_is_a_note() -> None:
     record, lines = TrainedInput(32, (), (), 3, categories=("cat", "dog", "bird")), list[str]()
     with notices_to(lines.append):
         assert class_rows(record, ("chat", "chien", "oiseau"), "it", ours=False) is None
-    assert lines == ["weights it: its 3 classes have other names than the data's, and are taken in their order"]
+    assert lines == ["weights it: its 3 classes have other names than the data's, and are matched by order"]

@@ -139,7 +139,7 @@ def test_a_folder_of_shards_loads_and_a_missing_shard_is_named(tmp_path: Path) -
 def test_a_model_of_transformers_is_refused_where_timms_is_meant(tmp_path: Path) -> None:
     folder_of_timm(tmp_path / "hf", "x")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(ModelError, match=r"is a vit of transformers, not timm's: write model: local-dir:"):
+    with pytest.raises(ModelError, match=r"is a transformers vit, not a timm model: write model: local-dir:"):
         architecture(f"local-dir:{tmp_path / 'hf'}")
 
 

@@ -82,7 +82,7 @@ def test_a_teacher_sees_what_its_weights_record_whatever_the_students_data(tmp_p
 def test_surprising_teacher_inputs_are_warned_about(tmp_path: Path) -> None:
     silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
     (line,) = input_warnings(TeacherConfig(model="convnet_large", weights=silent), DataConfig(image_size=8))
-    assert "does not say how its images were normalized" in line
+    assert "does not record its normalization" in line
     ours = trained_on(tmp_path / "ours.safetensors", **HALF)
     assert input_warnings(TeacherConfig(model="convnet_large", weights=ours, image_size=8), DataConfig(image_size=32)) == []
     (other_size,) = input_warnings(TeacherConfig(model="convnet_large", weights=ours), DataConfig(image_size=32))
@@ -94,12 +94,12 @@ def test_surprising_teacher_inputs_are_warned_about(tmp_path: Path) -> None:
 def test_a_student_with_another_normalization_than_its_weights_is_warned_about(tmp_path: Path) -> None:
     silent = write_teacher(tmp_path / "silent.safetensors", "convnet_large")
     (line,) = input_warnings(StudentConfig(model="convnet_large", weights=silent), DataConfig(image_size=8))
-    assert "does not say how its images were normalized" in line
+    assert "does not record its normalization" in line
     assert line.endswith("set data.mean and data.std")
     student = StudentConfig(model="convnet_large", weights=trained_on(tmp_path / "ours.safetensors", **HALF))
     assert input_warnings(student, DataConfig(image_size=8, mean=(0.5,) * 3, std=(0.5,) * 3)) == []
     lines = input_warnings(student, DataConfig(image_size=32, mean=(0.1, 0.2, 0.3), std=(0.5,) * 3))
-    assert "was trained with mean 0.5 and std 0.5, and gets mean [0.1, 0.2, 0.3] and std 0.5" in lines[0]
+    assert "was trained with mean 0.5 and std 0.5, but gets mean [0.1, 0.2, 0.3] and std 0.5" in lines[0]
     assert "set data.image_size to 8" in lines[1]
 
 

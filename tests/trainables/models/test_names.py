@@ -87,8 +87,8 @@ def test_a_path_with_a_plus_that_exists_is_not_cut_there(tmp_path: Path) -> None
         ("hf-hub:resnet18", "write hf-hub:OWNER/NAME"),
         ("local-dir:/nowhere", "/nowhere/config.json cannot be read"),
         ("microsoft/resnet-18", "write hf-hub:microsoft/resnet-18"),
-        ("", "ours are convnet_small"),
-        ("qqqqqq", "ours are convnet_small"),
+        ("", "choose one of convnet_small"),
+        ("qqqqqq", "choose one of convnet_small"),
     ],
 )
 def test_a_wrong_name_is_refused_with_what_to_write(wrong: str, right: str) -> None:

@@ -104,7 +104,7 @@ def test_its_checkpoint_names_the_file_and_is_read_as_any_other(file: Path, tmp_
     assert record is not None
     loaded = load_teacher(f"{moved}:Net", str(best), image_size=8, classes=header.classes, seed=0)
     assert loaded(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
-    with pytest.raises(DistillError, match=rf"there is no file {file}: name it where it is now, as FILE\.py:CLASS"):
+    with pytest.raises(DistillError, match=rf"{file} does not exist: write the file's current path, as FILE\.py:CLASS"):
         load_teacher(header.model, str(best), image_size=8, classes=header.classes, seed=0)
     with pytest.raises(DistillError, match=f"is a {file}:Net"):
         load_teacher(f"{moved}:Maps", str(best), image_size=8, classes=header.classes, seed=0)
@@ -136,12 +136,12 @@ def test_without_classes_it_returns_features_and_a_function_gets_the_image_size(
 @pytest.mark.parametrize(
     ("name", "num_classes", "words"),
     [
-        ("other.py:Net", 10, "there is no file"),
-        ("net.py", 10, "is a file: write .*net.py:CLASS"),
+        ("other.py:Net", 10, "does not exist"),
+        ("net.py", 10, "is a file: add the class in it, as .*net.py:CLASS"),
         ("net.py:Nett", 10, r"cannot be built \(AttributeError: .*Nett"),
         ("net.py:Net(depth=3)", 10, r"cannot be built \(TypeError: .*depth"),
         ("net.py:fails", 10, r"cannot be built \(KeyError: 'layers'\)"),
-        ("net.py:no_model", 10, "is a int: name a class of nn.Module"),
+        ("net.py:no_model", 10, "is a int: name an nn.Module class"),
         ("net.py:empty", 10, "is a Flatten without parameters"),
         ("net.py:Broken", 10, r"\(AttributeError: 'Tensor' object has no attribute 'nothing'\): correct its code"),
         ("net.py:Maps", 10, r"returns shape \(2, 8, 3, 3\) for a batch of 2, not \(2, 10\); correct it for num_classes=10"),
@@ -157,5 +157,5 @@ def test_what_is_wrong_with_the_file_is_one_line_that_names_it(name: str, num_cl
 
 
 def test_a_model_in_a_file_has_no_published_weights(file: Path) -> None:
-    with pytest.raises(ModelError, match=r"no published weights 'DEFAULT' of .*net\.py:Net, a model in a file"):
+    with pytest.raises(ModelError, match=r"net\.py:Net is a model in a file and has no published weights 'DEFAULT'"):
         load_teacher(f"{file}:Net", "DEFAULT", image_size=8, classes=["a", "b"], seed=0)

@@ -122,7 +122,7 @@ def test_a_model_of_0_classes_returns_the_pooled_features_that_its_classifier_wo
 
 def test_a_model_that_cannot_lose_its_classifier_or_has_none_is_refused_in_one_line() -> None:
     with NoDraws():
-        with pytest.raises(ModelError, match="SqueezeNet ends with Conv2d, not with a linear layer: choose a model that does"):
+        with pytest.raises(ModelError, match="SqueezeNet ends with Conv2d, not with a linear layer: choose a model"):
             construct("squeezenet1_1", num_classes=0, image_size=64, seed=0)
         with pytest.raises(ModelError, match="MobileNetV3 has no classifier: give it classes"):
             classifier(construct("mobilenet_v3_small", num_classes=0, image_size=64, seed=0))
@@ -163,8 +163,8 @@ def test_families_that_only_timm_has_go_by_their_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "image_size", "says"),
     [
-        ("vgg11", 31, "does not take images of 31×31"),
-        ("inception_v3", 74, "does not take images of 74×74"),
+        ("vgg11", 31, "does not accept images of 31×31"),
+        ("inception_v3", 74, "does not accept images of 74×74"),
         pytest.param("inception_v3", 64, "set data.image_size to 299", marks=pytest.mark.slow),
         pytest.param("inception_v3", 75, "cannot be trained on images of 75×75", marks=pytest.mark.slow),
         ("squeezenet1_1", 8, "data.image_size to 32"),

@@ -66,7 +66,7 @@ def test_whatever_is_trained_has_a_gradient_and_the_classifier_has_none(name: st
     ("name", "says"),
     [
         ("mlp_small+convnet_large", "mlp_small has no stage-1"),
-        ("convnet_small+mlp_large", "mlp_large has no unpooled: its linear layer does not read the mean of a map"),
+        ("convnet_small+mlp_large", "mlp_large has no unpooled: its classifier does not read the mean of a map"),
         ("convnet_small+convnet_larg", "did you mean convnet_large?"),
         ("convnet_small+", "there is no model ''"),
     ],
@@ -93,7 +93,7 @@ class Normed(nn.Module):
 
 
 def test_a_teacher_that_classifies_something_else_than_the_mean_of_its_map_is_refused() -> None:
-    with pytest.raises(ModelError, match="classifies something else than the mean of its last map"):
+    with pytest.raises(ModelError, match="does not classify the mean of its last map"):
         built().reuse(Normed(), 8)
 
 

@@ -101,7 +101,7 @@ def test_of_two_models_that_fit_none_is_guessed_and_weights_key_chooses(
     path = saved(tmp_path / "x.pth", content)
     assert f"has 2 models that fit convnet_small, {addresses}: choose one with weights_key" in refusal(path)
     assert_same(load(path, weights_key=key), convnet())
-    assert "has no weights_key 'ema': there are" in refusal(path, weights_key="ema")
+    assert "has no weights_key 'ema': choose from" in refusal(path, weights_key="ema")
 
 
 def test_weights_key_chooses_what_an_average_would_be_taken_before(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_p
     [
         (
             {"state_dict": {("backbone." if "head" not in k else "") + k: v for k, v in STATE.items()}},
-            "has convnet_small without its classifier under 'backbone.' in state_dict: it misses head.weight, head.bias; the "
-            "file has head.weight, head.bias too",
+            "has convnet_small without its classifier under 'backbone.' in state_dict: it lacks head.weight, head.bias; the "
+            "file also has head.weight, head.bias",
         ),
         (
             {
@@ -134,13 +134,13 @@ def test_the_hash_of_a_teacher_does_not_depend_on_the_wrapping_of_its_file(tmp_p
                 "head.0.weight": STATE["head.weight"],
                 "head.2.weight": torch.ones(9),
             },
-            "it misses head.weight, head.bias; has unknown head.0.weight, head.2.weight",
+            "it lacks head.weight, head.bias; has unknown head.0.weight, head.2.weight",
         ),
         (
             {k.replace("head.", "head.1."): v for k, v in NINE.items()},
             "has 9 classes and the data has 4",
         ),
-        ({"state": {}, "param_groups": [{"lr": 0.1}]}, "is the state of an optimizer, without a model"),
+        ({"state": {}, "param_groups": [{"lr": 0.1}]}, "is an optimizer's state, without a model"),
         ({**STATE, "head.lora_A.weight": torch.ones(1)}, "it is the LoRA layers of an adapter: merge them"),
         ({"vit.embeddings.cls_token": torch.ones(1)}, "it is a model of Hugging Face transformers"),
         ({k.replace("head.weight", "head.weight_v"): v for k, v in STATE.items()}, "it is a model with weight_norm"),

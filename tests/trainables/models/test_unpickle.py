@@ -110,7 +110,7 @@ def test_an_archive_of_several_teachers_is_to_be_unpacked(tmp_path: Path) -> Non
 def test_bytes_of_any_kind_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "teacher.pth"
     path.write_bytes(b"hello world")
-    assert refusal(path).endswith("(it is no file of torch.save): it was cut off or damaged; use another copy")
+    assert refusal(path).endswith("(it is not a torch.save file): it is truncated or damaged; use another copy")
     content = {"model": WEIGHTS, "epoch": 240, "names": ["a"], "lr": 0.05}
     whole = saved(path, content, _use_new_zipfile_serialization=False).read_bytes()
     chance = np.random.default_rng(0)

@@ -89,7 +89,7 @@ def test_loading_moves_nobody_elses_randomness(tmp_path: Path) -> None:
         (
             {"classes": (*CLASSES[1:], "gnu")},
             {},
-            "has 4 classes, none of them 'cat', and the data has 4: give weights trained on these",
+            "has 4 classes, none of them 'cat', and the data has 4: choose weights trained on these",
         ),
         ({"num_classes": 3, "classes": CLASSES[:3]}, {}, "has 3 classes, none of them 'fox', and the data has 4"),
         ({"num_classes": "many"}, {}, "does not describe its model"),
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_more_classes_teaches_the_datas_with_their_logits(tmp_pa
     hashes = [teacher_sha256("convnet_small", str(path), **fit, **each) for each in (some, some | {"classes": ("dog", "fox")})]
     assert len({*hashes, teacher_sha256("convnet_small", str(path), **fit, classes=CLASSES)}) == 3
     assert_same(load(path, **some, sha256=hashes[0]), teacher)
-    assert "with which" in refusal(path, **some, sha256=hashes[1])
+    assert "that the job started with" in refusal(path, **some, sha256=hashes[1])
 
 
 def test_published_weights_teach_a_part_of_imagenet_by_wordnet_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_safetensors_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
     for length in (0, 5, 100, len(whole) // 2, len(whole) - 1):
         path = tmp_path / "cut.safetensors"
         path.write_bytes(whole[:length])
-        assert "cut off or damaged" in refusal(path)
+        assert "truncated or damaged" in refusal(path)
 
 
 def test_plain_state_dicts_load_from_every_kind_of_file_and_wrapping(tmp_path: Path) -> None:
@@ -213,13 +213,13 @@ def test_a_state_dict_that_does_not_fit_names_the_first_differences(tmp_path: Pa
     path = tmp_path / "teacher.pth"
     state = dict(convnet().state_dict())
     torch.save({name: tensor for name, tensor in state.items() if name != "head.bias"} | {"extra.weight": torch.zeros(1)}, path)
-    assert "it misses head.bias; has unknown extra.weight; write the model" in refusal(path)
+    assert "it lacks head.bias; has unknown extra.weight; write the model" in refusal(path)
     torch.save(state | {"features.0.weight": torch.zeros(8, 1, 3, 3)}, path)
-    assert "has another shape of features.0.weight (8, 1, 3, 3) for (8, 3, 3, 3)" in refusal(path)
+    assert "has other shapes: features.0.weight (8, 1, 3, 3) for (8, 3, 3, 3)" in refusal(path)
     torch.save(convnet(num_classes=100).state_dict(), path)
     assert "has 100 classes and the data has 4" in refusal(path)
     torch.save(state, path)
-    assert "it misses conv1.weight, " in refusal(path, "resnet8")
+    assert "it lacks conv1.weight, " in refusal(path, "resnet8")
 
 
 def test_a_teacher_needs_no_auxiliary_head(tmp_path: Path) -> None:
@@ -237,11 +237,11 @@ def test_a_missing_file_is_not_taken_for_the_name_of_weights(tmp_path: Path) -> 
 
 def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:
     assert "did you mean IMAGENET1K_V1?" in refusal("IMAGENET1K_V11", "resnet18")
-    assert "there are: IMAGENET1K_V1, DEFAULT" in refusal("mine", "resnet18")
+    assert "choose from IMAGENET1K_V1, DEFAULT" in refusal("mine", "resnet18")
     assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("DEFAULT", "resnet18")
     assert "IMAGENET1K_FEATURES of vgg16 has no classifier" in refusal("IMAGENET1K_FEATURES", "vgg16")
-    assert "there are no published weights 'DEFAULT' of convnet_small" in refusal("DEFAULT")
-    assert "does not take these arguments" in refusal("DEFAULT", "resnet18(depth=3)", **THOUSAND)
+    assert "convnet_small is one of raydistill's own models and has no published weights 'DEFAULT'" in refusal("DEFAULT")
+    assert "does not accept these arguments" in refusal("DEFAULT", "resnet18(depth=3)", **THOUSAND)
     assert "set teacher.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", **THOUSAND, image_size=64)
 
 
@@ -283,7 +283,7 @@ def test_published_weights_are_one_teacher_by_name_and_by_file(tmp_path: Path, m
     hashes = [teacher_sha256("googlenet", str(weights), **expected) for weights in ("IMAGENET1K_V1", made, again)]
     assert hashes[0] == hashes[1] != hashes[2]
     for weights, other in (("IMAGENET1K_V1", hashes[2]), (again, hashes[0])):  # they differ in nothing but the scale
-        assert "with which" in refusal(weights, "googlenet", sha256=other, **options)
+        assert "that the job started with" in refusal(weights, "googlenet", sha256=other, **options)
 
 
 def test_weights_that_are_not_those_whose_hash_is_given_are_refused(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_timms_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:
     assert "did you mean c3_in1k?" in refusal("c3_in1", "timm/resnet10t")
     assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("c3_in1k", "timm/resnet10t")
     assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("DEFAULT", "timm/resnet10t")
-    assert "has no weights 'DEFAULT'; there are: none" in refusal("DEFAULT", "timm/botnet50ts_256")
+    assert "has no weights 'DEFAULT'; give a file's path" in refusal("DEFAULT", "timm/botnet50ts_256")
 
 
 @pytest.mark.parametrize(("name", "weights"), [("resnet18", "IMAGENET1K_V1"), ("timm/resnet10t", "c3_in1k")])
@@ -325,7 +325,7 @@ def test_a_download_that_fails_is_one_line(name: str, weights: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda tensor: tensor * math.nan, "has values in 'head.weight' that are not finite"),
+        (lambda tensor: tensor * math.nan, "has non-finite values in 'head.weight'"),
         (lambda tensor: tensor.to_sparse(), "has 'head.weight', a tensor of torch.sparse_coo"),
         (lambda tensor: tensor.to("meta"), "has 'head.weight', a tensor without values"),
         (lambda tensor: tensor.to(torch.complex64), "and torch.complex64, where a dense real one was expected"),
@@ -360,7 +360,7 @@ def test_a_model_of_other_classes_gives_its_features_where_no_method_reads_logit
     images = torch.randn(2, 3, 8, 8)
     model.set_submodule("head", nn.Identity())
     torch.testing.assert_close(teacher(images), model(images), rtol=0, atol=0)
-    assert ": give weights" in refusal(path)
+    assert ": choose weights" in refusal(path)
     own, lines = features_of(path, classes=tuple("abcdefg"))  # the data's are those of the checkpoint
     assert has_classifier(own) == (kind != "headless")
     assert bool(lines) == (kind == "headless")
@@ -386,7 +386,7 @@ def test_a_checkpoint_says_with_which_arguments_its_model_was_built(tmp_path: Pa
     path = write_checkpoint(tmp_path / "x.safetensors", model, model=name)
     assert_same(load(path), model)
     assert_same(load(path, "convnet_small(widths=[4,8,12])"), model)
-    with pytest.raises(CheckpointError, match=r"of a convnet_small with other arguments, by features\.0\.weight"):
+    with pytest.raises(CheckpointError, match=r"belong to a convnet_small with other arguments \(features\.0\.weight"):
         begin_with(convnet(), "convnet_small", str(path), image_size=8, classes=CLASSES, seed=0, weights_key=None)
     assert "is a convnet_small(widths=[4, 8, 12]), not a convnet_small(widths=[4, 8, 9])" in refusal(
         path, "convnet_small(widths=[4, 8, 9])"

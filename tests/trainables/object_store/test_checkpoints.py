@@ -111,7 +111,7 @@ def test_a_checkpoint_that_the_store_does_not_take_is_an_error_and_one_that_is_g
     with pytest.raises(StorageError, match=r"last-00000005-\w+.safetensors cannot be written"):
         stage.put([written(tmp_path / "a", b"1")], 5)
     s3.refuse(403, 0)
-    with pytest.raises(CheckpointError, match=f"there is no {URI}/student/checkpoints/last-1-a.safetensors: it was removed"):
+    with pytest.raises(CheckpointError, match=f"{URI}/student/checkpoints/last-1-a.safetensors does not exist: it was removed"):
         stage_of(tmp_path / "b", "last-1-a.safetensors")
 
 

@@ -192,7 +192,7 @@ def test_with_one_teacher_in_the_list_keys_and_share_are_those_of_one(tmp_path: 
 
 def test_a_method_with_the_name_that_another_has_with_a_teacher_is_refused() -> None:
     (rkd,), (kd,) = (select_methods(DistillConfig(method=(name,))) for name in ("rkd", "kd"))
-    with pytest.raises(ExperimentError, match=r"^distill.method: rkd1 is a method's name, and another one with a teacher"):
+    with pytest.raises(ExperimentError, match=r"^distill.method: rkd1 is also the name of another method's copy for a teacher"):
         for_teachers([rkd, kd._replace(key="rkd1")], (0.5, 0.5))
 
 

@@ -16,7 +16,7 @@ from trainables.worker.ray_failures import failures_typed, ray_failure
     ("error", "failure"),
     [
         (DataError("no images"), Failure("user", "no images", None, 1)),
-        (SystemExit(0), Failure("user", "code of the experiment called sys.exit(0)", None, 1)),
+        (SystemExit(0), Failure("user", "the experiment's code called sys.exit(0)", None, 1)),
         (ray.exceptions.NodeDiedError("gone"), Failure("lost_peer", "gone", "NodeDiedError", 1)),
         (StageInterruptedError("preempted"), Failure("preempted", str(StageInterruptedError("preempted")), None, 1)),
         (torch.OutOfMemoryError("CUDA out of memory"), Failure("out_of_memory", "CUDA out of memory", "OutOfMemoryError", 1)),

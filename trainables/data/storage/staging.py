@@ -19,8 +19,8 @@ from trainables.data.storage.free_space import RAM, format_bytes
 from trainables.data.storage.origin import Origin
 from trainables.errors import DataError
 from trainables.locks import locked
-from trainables.paced import Paced
 from trainables.rundir import expand_home
+from trainables.throttled import Throttled
 
 _COPIES = 4  # at a time: what a disk across a network needs to be busy; locally one would do
 _PROGRESS_S = 5.0
@@ -71,7 +71,7 @@ def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[Cache, I
         def log_progress() -> None:
             _log.info("staging %s in %s: %s of %s", path, base, format_bytes(cache.num_bytes()), total)
 
-        progress = Paced(log_progress, pause_s=_PROGRESS_S)
+        progress = Throttled(log_progress, pause_s=_PROGRESS_S)
         try:
             with locked(cache.folder.parent / "copying", progress):
                 if missing := [file for file in index.files() if not cache.has(file.file, file.bytes)]:

@@ -1,1 +1,1 @@
-"""The models of the CIFAR literature on distillation."""
+"""CIFAR models from the distillation literature."""

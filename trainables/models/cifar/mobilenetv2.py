@@ -1,11 +1,11 @@
-"""MobileNetV2 for CIFAR: Sandler et al. 2018, table 2, at half width, as RepDistiller (Tian et al. 2020) has it.
+"""MobileNetV2 for CIFAR: Sandler et al. 2018, table 2, at half width, as in RepDistiller (Tian et al. 2020).
 
-Against the paper: the row of 24 channels has stride 1, so that 32-pixel images have maps of 16 pixels behind the stem, then 16,
-8, 4 and 2; the first row has an expansion convolution too, with a factor of 1; ReLU stands for ReLU6; widths are halved without
-rounding to multiples of 8; there is no dropout.
+Unlike in the paper, the row of 24 channels has stride 1, so that 32-pixel images have maps of 16 pixels after the stem, then 16,
+8, 4 and 2; the first row also has an expansion convolution, with a factor of 1; ReLU replaces ReLU6; widths are halved without
+rounding to multiples of 8; and there is no dropout.
 
 Stages end where RepDistiller taps: with the table's second row (stage 1), third (2), fifth (3) and seventh (4). A bottleneck's
-output is linear, so that no activation ends a stage.
+output is linear, so no activation ends a stage.
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -20,7 +20,7 @@ from trainables.models.layers import init_convolutions, stage
 
 
 class InvertedResidual(nn.Module):
-    """1×1 expansion, 3×3 depthwise, linear 1×1 projection; plus the input where the shape stays."""
+    """1×1 expansion, 3×3 depthwise, linear 1×1 projection; plus the input if the shape is unchanged."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class CifarMobileNetV2(nn.Sequential):
         "conv2.": "head.",
         "classifier.0.": "classifier.",
     }
-    """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
+    """Name parts in RepDistiller's and mdistiller's files → this model's."""
 
     def __init__(self, num_classes: int, image_size: int = 32, *, width: float) -> None:
         super().__init__()

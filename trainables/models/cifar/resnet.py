@@ -1,16 +1,16 @@
 """ResNets for CIFAR: He et al. 2015, "Deep Residual Learning for Image Recognition", section 4.2.
 
 Depth 6n + 2: a 3×3 stem, three stages of n basic blocks on maps of 32, 16 and 8 pixels, global average pooling, one linear layer.
-Where a stage changes the shape, the shortcut is a 1×1 convolution with BatchNorm, the paper's option B. The paper's own CIFAR
-runs pad with zeros, option A, which has 2,752 parameters less. B is what RepDistiller (Tian et al. 2020) has, whose models the
-distillation papers compare: parameter names and shapes are the same as there. The `x4` models are RepDistiller's too: a stem of
-32 and stages four times as wide.
+If a stage changes the shape, the shortcut is a 1×1 convolution with BatchNorm, the paper's option B. The paper's own CIFAR runs
+pad with zeros, option A, which has 2,752 fewer parameters. RepDistiller (Tian et al. 2020), whose models the distillation papers
+compare, has option B; parameter names and shapes are the same as there. The `x4` models are also RepDistiller's, with a stem of
+32 channels and stages four times as wide.
 
-`CifarResNet50` is what RepDistiller calls `ResNet50`: table 1 of the paper with a 3×3 stem without stride and without the
-max-pool, so that maps have 32, 16, 8 and 4 pixels. The stride stands in the 3×3 convolution, as in torchvision's ResNet-50; the
-paper has it in the first 1×1.
+`CifarResNet50` is RepDistiller's `ResNet50`: table 1 of the paper with a 3×3 stem without stride and without the max-pool, so
+that maps have 32, 16, 8 and 4 pixels. The 3×3 convolution has the stride, as in torchvision's ResNet-50; in the paper it is the
+first 1×1.
 
-Every activation is a module of its own and none is in place, so that what goes into it can be read as well.
+Every activation is a separate module and not in place, so that its input can be tapped as well.
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -47,7 +47,7 @@ class BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Sequential):
-    """`depth` weighted layers on the path; `widths`: channels of the stem and of the three stages."""
+    """A ResNet with `depth` weighted layers; `widths` are the channels of the stem and of the three stages."""
 
     STAGES: ClassVar[tuple[str, ...]] = ("relu", "layer1", "layer2", "layer3")
     UNPOOLED: ClassVar[str] = "avgpool:in"
@@ -72,7 +72,7 @@ class CifarResNet(nn.Sequential):
 
 
 class Bottleneck(nn.Module):
-    """relu(conv1x1(conv3x3(conv1x1(x))) + shortcut(x)), inside a quarter as wide; BatchNorm after each convolution."""
+    """relu(conv1x1(conv3x3(conv1x1(x))) + shortcut(x)), a quarter as wide inside, with BatchNorm after each convolution."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """ShuffleNets for CIFAR: Zhang et al. 2017 (V1, table 1, 3 groups, 1×) and Ma et al. 2018 (V2, table 5, 1×).
 
-As RepDistiller (Tian et al. 2020) has them, with its parameter names. Against the papers: a 1×1 stem without stride, and no
-max-pool, so that the three stages of 32-pixel images have maps of 16, 8 and 4 pixels; in V1 a ReLU follows the depthwise
+As in RepDistiller (Tian et al. 2020), with its parameter names. Unlike in the papers, the stem is 1×1 without stride, and there
+is no max-pool, so that the three stages of 32-pixel images have maps of 16, 8 and 4 pixels; in V1 a ReLU follows the depthwise
 convolution.
 
-Every activation is a module of its own and none is in place; a stage's last activation reads what RepDistiller calls its
-pre-activation. Shapes: B batch, C channels, H W pixels, K classes.
+Every activation is a separate module and not in place; the input of a stage's last activation is RepDistiller's pre-activation.
+Shapes: B batch, C channels, H W pixels, K classes.
 """
 
 from typing import ClassVar
@@ -19,9 +19,9 @@ STEM = 24
 
 
 def shuffled(x_BCHW: torch.Tensor, groups: int) -> torch.Tensor:
-    """Shuffled channels: channel i of group g becomes channel i·groups + g (Zhang et al. 2017, section 3.1)."""
-    dealt_BCHW: torch.Tensor = x_BCHW.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
-    return dealt_BCHW
+    """Shuffle channels: channel i of group g becomes channel i·groups + g (Zhang et al. 2017, section 3.1)."""
+    shuffled_BCHW: torch.Tensor = x_BCHW.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    return shuffled_BCHW
 
 
 def _pointwise(channels_in: int, channels_out: int, groups: int = 1) -> nn.Conv2d:
@@ -33,15 +33,15 @@ def _depthwise(channels: int, stride: int) -> nn.Conv2d:
 
 
 class UnitV1(nn.Module):
-    """Figure 2 of Zhang et al.: the input is added, or, at stride 2, averaged over 3×3 and concatenated.
+    """Figure 2 of Zhang et al.: the input is added, or with stride 2 averaged over 3×3 and concatenated.
 
-    `channels_out` has both parts. The first convolution of the first unit is not grouped (their section 3.2).
+    `channels_out` counts both parts. The first convolution of the first unit is not grouped (their section 3.2).
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int, groups: int = 3) -> None:
         super().__init__()
-        made = channels_out - channels_in if stride == 2 else channels_out
-        hidden = made // 4
+        branch_channels = channels_out - channels_in if stride == 2 else channels_out
+        hidden = branch_channels // 4
         self.groups = 1 if channels_in == STEM else groups
         self.conv1 = _pointwise(channels_in, hidden, self.groups)
         self.bn1 = nn.BatchNorm2d(hidden)
@@ -49,8 +49,8 @@ class UnitV1(nn.Module):
         self.conv2 = _depthwise(hidden, stride)
         self.bn2 = nn.BatchNorm2d(hidden)
         self.relu2 = nn.ReLU()
-        self.conv3 = _pointwise(hidden, made, groups)
-        self.bn3 = nn.BatchNorm2d(made)
+        self.conv3 = _pointwise(hidden, branch_channels, groups)
+        self.bn3 = nn.BatchNorm2d(branch_channels)
         self.relu3 = nn.ReLU()
         self.shortcut = nn.AvgPool2d(3, stride=2, padding=1) if stride == 2 else None
 
@@ -89,10 +89,10 @@ class DownUnitV2(nn.Module):
 
 
 class UnitV2(nn.Module):
-    """Figure 3c of Ma et al.: half of the channels pass, the others are convolved.
+    """Figure 3c of Ma et al.: half of the channels pass unchanged, the others are convolved.
 
-    The ReLU stands behind the concatenation, where RepDistiller's stands before it: the half that passes comes out of a ReLU, so
-    that one more changes neither it nor its gradient, and what goes into this one is RepDistiller's pre-activation.
+    The ReLU follows the concatenation, while RepDistiller's precedes it. The unchanged half already comes from a ReLU, so another
+    one changes neither it nor its gradient, and the input of this ReLU is RepDistiller's pre-activation.
     """
 
     def __init__(self, channels: int) -> None:

@@ -1,9 +1,9 @@
-"""VGGs for CIFAR: Simonyan and Zisserman 2014, table 1, with BatchNorm, as RepDistiller (Tian et al. 2020) has them.
+"""VGGs for CIFAR: Simonyan and Zisserman 2014, table 1, with BatchNorm, as in RepDistiller (Tian et al. 2020).
 
-Five groups of 3×3 convolutions, each followed by BatchNorm and ReLU, then global average pooling and one linear layer in place
-of the paper's three. A max-pool stands before the second, third and fourth group, but, at 32 pixels, none before the fifth: maps
-have 32, 16, 8, 4 and again 4 pixels. From 64 pixels on there is one before the fifth too. vgg8 is RepDistiller's own, one
-convolution a group. Convolutions have biases, though BatchNorm follows; the published counts include them.
+Five groups of 3×3 convolutions, each followed by BatchNorm and ReLU, then global average pooling and one linear layer instead of
+the paper's three. A max-pool precedes the second, third and fourth group, and from 64 pixels on also the fifth; at 32 pixels maps
+have 32, 16, 8, 4 and again 4 pixels. vgg8 is RepDistiller's own, with one convolution per group. Convolutions have biases
+although BatchNorm follows; the published parameter counts include them.
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -16,16 +16,16 @@ from trainables.models.layers import init_convolutions
 
 WIDTHS = (64, 128, 256, 512, 512)
 CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-"""Depth → convolutions in each group. The depth counts the paper's three linear layers, where here is one."""
+"""Depth → convolutions in each group. The depth counts the paper's three linear layers, although there is one here."""
 
 
 class CifarVgg(nn.Sequential):
-    """`depth`: a key of CONVOLUTIONS. Groups are layer0 to layer4, each with its last ReLU; RepDistiller taps the last four."""
+    """`depth` is a key of CONVOLUTIONS. Groups are layer0 to layer4 with their last ReLU; RepDistiller taps the last four."""
 
     STAGES: ClassVar[tuple[str, ...]] = ("layer0", "layer1", "layer2", "layer3", "layer4")
     UNPOOLED: ClassVar[str] = "avgpool:in"
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {"block": "layer"}
-    """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
+    """Name parts in RepDistiller's and mdistiller's files → this model's."""
 
     def __init__(self, num_classes: int, image_size: int = 32, *, depth: int) -> None:
         super().__init__()

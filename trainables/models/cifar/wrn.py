@@ -2,13 +2,13 @@
 
 `wrn_D_K`: depth D = 6n + 4, a 3×3 stem of 16 channels, three stages of n pre-activation blocks on maps of 32, 16 and 8 pixels
 with 16·K, 32·K and 64·K channels, BatchNorm and ReLU, global average pooling, one linear layer. As in RepDistiller (Tian et al.
-2020), a block that changes the number of channels has a 1×1 convolution as its shortcut, which reads the activated input; with
-K = 1 the first stage has none.
+2020), a block that changes the number of channels has a 1×1 convolution of the activated input as its shortcut; with K = 1 the
+first stage has none.
 
-A block ends with its sum, so that a stage's output may be negative: that is the feature which RepDistiller gives to its methods.
-What it calls a stage's pre-activation lies behind the next BatchNorm, and goes into layer2.0.relu1, layer3.0.relu1 and relu.
-It is read here where the forward makes it. RepDistiller with `preact`, and mdistiller always, run these three norms once more for
-it: in training their running statistics move by 1 − 0.9² = 0.19 a step, here by 0.1. Outputs in training are the same.
+A block ends with its sum, so a stage's output may be negative; this is the feature that RepDistiller's methods read. Its
+pre-activation of a stage is the output of the next BatchNorm, the input of layer2.0.relu1, layer3.0.relu1 and relu. Here it is
+tapped in the forward pass. RepDistiller with `preact`, and mdistiller always, run these three norms a second time: in training
+their running statistics move by 1 − 0.9² = 0.19 per step, here by 0.1. Outputs in training are the same.
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -22,7 +22,7 @@ from trainables.models.layers import init_convolutions, stage
 
 
 class PreActivationBlock(nn.Module):
-    """x + conv(relu(bn(conv(a)))) with a = relu(bn(x)), or conv1x1(a) instead of x where the shape changes."""
+    """x + conv(relu(bn(conv(a)))) with a = relu(bn(x)), or conv1x1(a) instead of x if the shape changes."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PreActivationBlock(nn.Module):
 
 
 class CifarWideResNet(nn.Sequential):
-    """`depth` layers, the shortcuts' not counted; stages `widen` times as wide as 16, 32 and 64."""
+    """A wide ResNet with `depth` layers, not counting shortcuts, and stages `widen` times as wide as 16, 32 and 64."""
 
     STAGES: ClassVar[tuple[str, ...]] = ("conv1", "layer1", "layer2", "layer3")
     PREACTS: ClassVar[tuple[str, ...]] = ("layer2.0.bn1", "layer3.0.bn1", "bn1")
@@ -53,7 +53,7 @@ class CifarWideResNet(nn.Sequential):
         "block3.layer.": "layer3.",
         ".convShortcut.": ".shortcut.",
     }
-    """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
+    """Name parts in RepDistiller's and mdistiller's files → this model's."""
 
     def __init__(self, num_classes: int, image_size: int = 32, *, depth: int, widen: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The libraries of models, in the order in which a name is looked up. Importing this costs no torch."""
+"""The model libraries, in lookup order. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIBRARIES: dict[str, Library] = {library.name: library for library in _ALL}
 
 
 def declared_taps(model: nn.Module) -> DeclaredTaps:
-    """Where a model is read, as the library of its class declares it; a class of none of them may do so itself."""
+    """Return the taps that the library of the model's class declares; other classes may define `declared_taps` themselves."""
     owner = next((library for library in LIBRARIES.values() if library.owns(model)), None)
     declared: DeclaredTaps = owner.taps(model) if owner else getattr(model, "declared_taps", DeclaredTaps)()
     return declared

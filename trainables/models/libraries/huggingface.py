@@ -1,6 +1,6 @@
-"""Vision models of Hugging Face transformers, from a folder that it has saved (`local-dir:`) or from the Hub (`hf-hub:`).
+"""Vision models of Hugging Face transformers, from a folder saved by it (`local-dir:`) or from the Hub (`hf-hub:`).
 
-The config.json there says that it is one of transformers, and how it is built. No code of a folder runs.
+The config.json there identifies the model and its architecture. Code in a folder or repository is never run.
 
 Shapes: B batch, D features.
 """
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     from trainables.models.weight_files import Candidate
 
 LOGITS = "ForImageClassification"
-"""The end of the class of a model whose classifier transformers has."""
+"""The class name suffix of a transformers model with a classifier."""
 TWO_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
-"""Those that its configs do not write down."""
+"""The default labels, which transformers leaves out of its configs."""
 FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""Those of Pillow, by their numbers."""
+"""Pillow's resize filters, by number."""
 DEFAULT_SIZE = 224
-SIZE_OF_WHOLE_IMAGES = 384
-"""From this size on its ConvNeXts crop nothing of an image, whatever `crop_pct` says."""
+NO_CROP_SIZE = 384
+"""From this size on, transformers' ConvNeXt processor ignores `crop_pct` and does not crop."""
 
 
 class Family(NamedTuple):
-    """How a model gives its features."""
+    """Where the models of a family have their features."""
 
     num_prefix_tokens: int = 0
-    """Those before the positions' without register tokens, which its config counts."""
+    """The number of class tokens before the patch tokens; the config has that of register tokens."""
     has_positions: bool = False
-    """Whether it has a position table, which it interpolates for images of another size."""
+    """Whether the model has a position table, which it interpolates for other image sizes."""
     stages: str | None = None
-    """The modules that end with its maps."""
+    """The module list whose outputs are the stages' maps."""
     pooler: str | None = None
-    """The module that its features pass, and its classifier does not read."""
+    """The module that computes the features, but is not used by the classifier."""
 
 
 _VIT, _CNN = Family(1, has_positions=True), Family(stages="encoder.stages")
@@ -74,12 +74,12 @@ FAMILIES: dict[str, Family] = {
     "dinov3_vit": Family(1),
     "dinov3_convnext": Family(1, stages="model.stages"),
 }
-"""`model_type` in config.json, of a model of images and text that of its `vision_config`. Others may have other outputs."""
+"""Supported `model_type`s of config.json (of its `vision_config` for image-text models). Others may have other outputs."""
 
 
 class HuggingFace(Library):
-    """Features are `pooler_output`, else the class token, else the mean of the last tokens; ViT and DeiT come without the pooler,
-    which most of their files do not have."""
+    """Features are `pooler_output`, or else the class token, or else the mean of the last tokens. ViT and DeiT are built without
+    a pooler, as most of their files have none."""
 
     name = "transformers"
     has_hub = True
@@ -88,12 +88,12 @@ class HuggingFace(Library):
         return ()
 
     def find(self, name: str) -> str | None:
-        """A folder's or a repository's config.json is read."""
+        """Read the config.json of a folder or repository."""
         if not name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
             return None
         kind = _vision(source_config(source_name(name))).get("model_type")
         if kind not in FAMILIES:
-            raise ModelError(f"model {name} is a {kind} of transformers, not one of {', '.join(FAMILIES)}")
+            raise ModelError(f"model {name} is a transformers {kind}; choose one of {', '.join(FAMILIES)}")
         if not installed("transformers"):
             raise ModelError(f"model {name} needs transformers, which is not installed: `pip install raydistill[transformers]`")
         return source_name(name)
@@ -113,7 +113,7 @@ class HuggingFace(Library):
             options = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
         elif type(config) not in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
             raise ModelError(
-                f"{name} is a {config.model_type}, of which transformers has no classifier: choose another model, or the recipe "
+                f"{name} is a {config.model_type}, for which transformers has no classifier: choose another model, or the recipe "
                 "`backbone`, which needs none"
             )
         else:
@@ -142,11 +142,11 @@ class HuggingFace(Library):
             use_cache_without_network()
             state, found = _loaded(model, repository, revision=revision or "main")
             if found["missing_keys"]:
-                raise ModelError(f"it misses {first_three(sorted(found['missing_keys']))}")
+                raise ModelError(f"it lacks {first_three(sorted(found['missing_keys']))}")
         except Exception as error:  # any way in which the network, the hub's client or the disk can fail
             raise ModelError(
-                f"{source} could not be loaded as a {type(model).__name__} ({first_line(error)}): fetch all of its files where "
-                f"there is a network, and write {FOLDER_SCHEME}FOLDER"
+                f"{source} could not be loaded as a {type(model).__name__} ({first_line(error)}): download all of its files on a "
+                f"machine with network access, and write {FOLDER_SCHEME}FOLDER"
             ) from None
         model.load_state_dict(state)
         return model
@@ -166,7 +166,7 @@ class HuggingFace(Library):
         return _record(name).image_size
 
     def name_for_file(self, name: str, path: Path) -> str:
-        """The folder where transformers saved there how the model is built: tensors do not show an activation or an epsilon."""
+        """Return the file's folder if transformers saved a config there: tensors do not show an activation or an epsilon."""
         return name if self.input(name, str(path)) is None else _of_same_kind(name, f"{FOLDER_SCHEME}{path.parent}")
 
     def owns(self, model: nn.Module) -> bool:
@@ -181,10 +181,10 @@ class HuggingFace(Library):
         return {} if found["missing_keys"] else converted
 
     def with_own_names(self, model: nn.Module, candidate: Candidate) -> Candidate:
-        """Files have the names of older versions, and poolers or text towers."""
+        """Rename tensors saved by older versions, and leave out poolers and text towers."""
         try:
             state, found = _loaded(model, None, state_dict=dict(candidate.tensors))
-        except Exception:  # its own code on tensors of any name and shape: the mismatch says more
+        except Exception:  # transformers' code on arbitrary tensors: the mismatch message explains more
             return candidate
         if 2 * len(found["missing_keys"]) > len(state):
             return candidate
@@ -194,7 +194,7 @@ class HuggingFace(Library):
 
 
 def _transformers() -> Any:
-    """The package, which shows no progress and no table of what it loaded from here on."""
+    """Import transformers, with its progress bars and loading reports switched off."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -203,7 +203,7 @@ def _transformers() -> Any:
 
 
 def _loaded(model: nn.Module, source: str | None, **options: Any) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """The state of a model of this class as transformers loads it, and its report: `missing_keys` have random values."""
+    """Load a state dict through transformers; returns it and the loading report, whose `missing_keys` have random values."""
     build: Any = type(model)
     if getattr(model, "pooler", model) is None:
         options["add_pooling_layer"] = False
@@ -212,7 +212,7 @@ def _loaded(model: nn.Module, source: str | None, **options: Any) -> tuple[dict[
 
 
 def _prepare(model: Any, num_classes: int) -> None:
-    """From here on `model` returns a tensor and interpolates its position table, and its features pass modules that taps read."""
+    """Hook `model` to return a tensor, interpolate its position table, and pass features through modules that taps can read."""
     from torch import nn
 
     path = next(path for path, child in model.named_children() if hasattr(child, "config")) if num_classes else ""
@@ -237,7 +237,7 @@ def _prepare(model: Any, num_classes: int) -> None:
         )
     for name, parameter in model.named_parameters():
         unread = num_classes and family.pooler and name.startswith(f"{prefix}{family.pooler}.")
-        if unread or name.endswith("mask_token"):  # which only pretraining on masked images reads
+        if unread or name.endswith("mask_token"):  # read only by masked-image pretraining
             parameter.requires_grad_(False)
     ends = list(base.get_submodule(family.stages)) if family.stages else []
     model.num_classes = num_classes
@@ -251,7 +251,7 @@ def _prepare(model: Any, num_classes: int) -> None:
 
 
 def _source(name: str, weights: str) -> str:
-    """The folder or repository of weights, which `DEFAULT` says is the model's own. Raises ModelError: it is neither."""
+    """Return the folder or repository of `weights`; `DEFAULT` is the model's own. Raises ModelError: it is neither."""
     if weights.startswith(HUB_SCHEMES):
         return _of_same_kind(name, source_name(weights))
     check_known(name, weights, ["DEFAULT"])
@@ -261,35 +261,35 @@ def _source(name: str, weights: str) -> str:
 def _of_same_kind(name: str, source: str) -> str:
     kind, wanted = (_vision(source_config(each)).get("model_type") for each in (source, name))
     if kind != wanted:
-        raise ModelError(f"{source} is a {kind}, not a {wanted}: write it as the model, or give other weights")
+        raise ModelError(f"{source} is a {kind}, not a {wanted}: write it as the model, or choose other weights")
     return source
 
 
 def _vision(config: Any) -> Mapping[str, Any]:
-    """The part of a config.json that is about images."""
+    """Return the vision part of a config.json."""
     vision = config.get("vision_config")
     return {"model_type": f"{config.get('model_type')}_vision_model", **vision} if isinstance(vision, dict) else config
 
 
 def _record(source: str) -> TrainedInput:
-    """What a folder or repository says of its images and classes. Raises ModelError: it has no config.json of transformers."""
+    """Return the image preprocessing and classes of a folder or repository. Raises ModelError: it has no transformers config."""
     config = source_config(source)
     if not is_of_transformers(config):
-        raise ModelError(f"{source} is no model of transformers")
+        raise ModelError(f"{source} is not a transformers model")
     labels = config.get("id2label", TWO_LABELS) if str(config.get("architectures")).endswith(f"{LOGITS}']") else {}
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     ids = wordnet_ids(len(names)) if names and names[0].startswith("tench") else ()
-    if all(name.startswith("LABEL_") for name in names):  # which is how it names those of no name
+    if all(name.startswith("LABEL_") for name in names):  # transformers' placeholder names
         names = ()
     images = _image_processor(source)
     size = _side(images.get("size")) or _side(_vision(config).get("image_size")) or DEFAULT_SIZE
     is_cropped = images.get("do_center_crop", "crop_size" in images)
     crop_pct = images.get("crop_pct") or 1
-    resize = int(size / crop_pct) if size < SIZE_OF_WHOLE_IMAGES else size
+    resize = int(size / crop_pct) if size < NO_CROP_SIZE else size
     mean, std = (
         (images.get("image_mean"), images.get("image_std")) if images.get("do_normalize", True) else ([0.0] * 3, [1.0] * 3)
     )
-    if images.get("include_top"):  # EfficientNet's, by which what is normalized is divided by the deviation again
+    if images.get("include_top"):  # EfficientNet's processor divides by the deviation twice
         std = [value**2 for value in std or ()]
     return TrainedInput(
         (_side(images.get("crop_size")) if is_cropped else None) or size,
@@ -304,7 +304,7 @@ def _record(source: str) -> TrainedInput:
 
 
 def _image_processor(source: str) -> Mapping[str, Any]:
-    """How images were prepared; empty where the folder or repository does not say."""
+    """Return the image processor's settings; empty if the folder or repository has none."""
     for file in ("preprocessor_config.json", "processor_config.json"):
         try:
             images = source_config(source, file)
@@ -316,7 +316,7 @@ def _image_processor(source: str) -> Mapping[str, Any]:
 
 
 def _side(size: Any) -> int | None:
-    """The side of a square: a number, a list of two, or a dictionary; None: it is not there."""
+    """Return the side of a square from a number, a list of two or a dictionary; None if absent."""
     if isinstance(size, dict):
         size = size.get("height") or size.get("shortest_edge")
     side: int | None = size[0] if isinstance(size, list) else size

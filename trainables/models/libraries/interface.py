@@ -1,6 +1,6 @@
-"""What a library of models is for this project: its names, its models, its published weights and where its models are read.
+"""The interface of a model library: model names, constructors, published weights and declared taps.
 
-Importing this costs no torch.
+Importing this module does not import torch.
 
 Shapes: B batch, C channels, D features, H W positions, N tokens.
 """
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
     from trainables.models.weight_files import Candidate
 
 _REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
-"""The line with which torchvision and timm register a model."""
+"""Matches a function that torchvision or timm registers as a model."""
 
 
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
 class TrainedInput(NamedTuple):
-    """The record that weights come with: how images were prepared, as keys of `data`, and the classes."""
+    """What published weights record about their training: how images were prepared, as keys of `data`, and the classes."""
 
     image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int
-    """0: the weights have no classifier."""
+    """0 if the weights have no classifier."""
     val_resize: int | None = None
     interpolation: str = "bilinear"
-    """PyTorch's name of the filter with which they were resized: bilinear, bicubic, nearest …."""
+    """PyTorch's name of the resize filter: bilinear, bicubic, nearest …."""
     categories: tuple[str, ...] = ()
-    """Published names of the classes in label order, synonyms separated by ", "; () where there are none."""
+    """Published class names in label order, with synonyms separated by ", "; () if there are none."""
     wordnet_ids: tuple[str, ...] = ()
-    """The ids of ImageNet's classes, in label order; () where they are not known."""
+    """WordNet ids of ImageNet classes in label order; () if unknown."""
 
 
 class BlockEnd(NamedTuple):
-    """Where a block ends, as paths inside it."""
+    """The last activation and norm of a block, as paths inside it."""
 
     preact: str
-    """What its last activation reads, as `relu:in`; empty: the block ends without an activation, and its output is meant."""
+    """The input of the last activation, such as `relu:in`; empty for the block's output if it ends without an activation."""
     norm: str | None = None
-    """The last norm on the main branch, or what ends with it; None: there is none."""
+    """The last norm on the main branch, or a module that ends with it; None if there is none."""
 
 
 def as_is(value: Tensor) -> Tensor:
@@ -68,15 +68,15 @@ def first_token(tokens_BND: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model holds its maps."""
+    """The memory layout of a model's feature maps."""
 
     channels_last: bool = False
-    """As (B, H, W, C)."""
+    """Whether maps are (B, H, W, C)."""
     num_prefix_tokens: int = 0
-    """Class and register tokens before those of the positions, where it holds tokens (B, N, C)."""
+    """The number of class and register tokens before the patch tokens, for tokens (B, N, C)."""
 
     def map(self, value: Tensor) -> Tensor:
-        """(B, C, H, W); what is neither a map nor the tokens of a square is returned as it is."""
+        """Convert to (B, C, H, W); anything but a map or the tokens of a square is returned unchanged."""
         if value.ndim == 3:
             patches_BNC = value[:, self.num_prefix_tokens :]
             side = math.isqrt(patches_BNC.shape[1])
@@ -84,21 +84,21 @@ class Layout:
         return value.permute(0, 3, 1, 2) if self.channels_last and value.ndim == 4 else value
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a map, (B, C)."""
+        """Average a map over its positions, to (B, C)."""
         return self.map(value).mean((2, 3))
 
 
 class Tap(NamedTuple):
     path: str
-    """The path of a module, for its output, with `:in` for its input; empty: the model's output."""
+    """A module's path for its output, with `:in` for its input; empty for the model's output."""
     read: Callable[[Tensor], Tensor] = as_is
-    """From the value there to the tap's."""
+    """Converts the value at `path` to the tap's."""
     what: str = ""
-    """What of the value there it is, in a list of taps; empty: all of it."""
+    """The part of the value that the tap reads, as listed by `distill taps`; empty for all of it."""
 
 
 class DeclaredTaps(NamedTuple):
-    """Where a model is read: paths as in `Tap`."""
+    """The taps of a model; paths are as in `Tap`."""
 
     stem: str | None = None
     stages: Sequence[str] = ()
@@ -107,104 +107,107 @@ class DeclaredTaps(NamedTuple):
     layout: Layout = Layout()
     """How stem, stages and map are stored."""
     embedding: Tap | None = None
-    """The features of an image, (B, D); None: the mean of the map."""
+    """The features of an image, (B, D); None for the mean of the map."""
     preacts: Sequence[str] = ()
-    """For each stage the value before its last activation; empty: as `blocks` says."""
+    """Path of each stage's value before its last activation; if empty, `blocks` determines it."""
     blocks: Mapping[str, BlockEnd] = {}
-    """Class, with its module → how a block ends. Others end with an activation in a Sequential, or are not known."""
+    """Qualified class name → the end of such a block. Other stages have a `preact` only if an activation ends them."""
 
 
 class Library(ABC):
-    """Models by name. Nothing heavy is imported before a model or a record is asked for."""
+    """Looks up and builds models by name. Heavy packages are imported only when a model or a record is requested."""
 
     name: ClassVar[str]
     has_hub: ClassVar[bool] = False
-    """Whether it reads repositories of the Hugging Face Hub."""
+    """Whether it loads repositories from the Hugging Face Hub."""
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """Its classifiers, in the order in which a message lists them; empty where it is not installed."""
+        """Return the names of its classifiers in the order to list them; empty if the library is not installed."""
 
     def find(self, name: str) -> str | None:
-        """Its own name of the model that a user calls `name`; None: it has none. Raises ModelError: it is meant, and has none."""
+        """Return the library's own name for `name`, or None if the model is not its own.
+
+        Raises ModelError: `name` refers to this library, which has no such model or is not installed.
+        """
         return name if name in self.names() else None
 
     @abstractmethod
     def create(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
-        """A model with random parameters, from torch's generator. `kwargs`: what else its constructor gets.
+        """Build a model with random parameters from torch's generator. `kwargs` are further constructor arguments.
 
-        With 0 classes it has no classifier, its output is the pooled features (B, D), and its `num_classes` is 0.
+        With 0 classes it has no classifier, returns the pooled features (B, D), and its `num_classes` is 0.
 
-        Raises ModelError: 0 classes for a model that ends with something else than a linear layer. Raises what the library does
-        for an image size it refuses.
+        Raises ModelError: 0 classes for a model that does not end with a linear layer. For an unsupported image size, the
+        library's own exception propagates.
         """
 
     @abstractmethod
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
-        """A model with its published weights and all of their classes, from the library's cache or downloaded.
+        """Build a model with published weights and all their classes, from the library's cache or a download.
 
-        Raises ModelError: no such weights, a failed download, or images of a wrong size.
+        Raises ModelError: there are no such weights, the download failed, or they do not take this image size.
         """
 
     @abstractmethod
     def input(self, name: str, weights: str) -> TrainedInput | None:
-        """The record of published weights, or of the folder that a file of weights is in; None where there is none.
+        """Return the record of published weights, or of a weight file's folder; None if there is none.
 
-        Raises ModelError: no such weights.
+        Raises ModelError: there are no such weights.
         """
 
     @abstractmethod
     def has_fixed_size(self, name: str) -> bool:
-        """Whether a model has other parameters for images of another size."""
+        """Whether the model's parameters depend on the image size."""
 
     def constructor(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> list[str]:
-        """Lines of Python that build `model` as `create` does. Those of ours and of a user's file need this package.
+        """Return lines of Python that build `model` as `create` does. By default they import this package.
 
-        Raises ModelError: the library has none for features.
+        Raises ModelError: the library has no class that returns features.
         """
         full_name = with_arguments(name, kwargs)
         build = f"construct({full_name!r}, num_classes={num_classes}, image_size={image_size}, seed=0)"
         return ["from trainables.models.registry import construct", f"model = {build}"]
 
     def default_size(self, name: str) -> int | None:
-        """Height and width of the images that a model is made for; None: the library does not say."""
+        """Return the image height and width that the model is designed for, or None if the library does not record it."""
         return record.image_size if (record := self.input(name, "DEFAULT")) else None
 
     @abstractmethod
     def owns(self, model: nn.Module) -> bool:
-        """Whether the model's class is of this library."""
+        """Whether the model's class belongs to this library."""
 
     @abstractmethod
     def taps(self, model: nn.Module) -> DeclaredTaps:
-        """Where a model that it owns is read."""
+        """Return the declared taps of a model that it owns."""
 
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
-        """Weights with other names, or for another image size, as the library converts them; empty: it does not."""
+        """Convert weights with other names or for another image size as the library does; empty if it cannot."""
         return {}
 
     def with_own_names(self, model: nn.Module, candidate: Candidate) -> Candidate:
-        """A file's tensors by their names in the model, where the library changes names from version to version."""
+        """Rename a file's tensors to the installed version's names, for a library that changes names between versions."""
         return candidate
 
     def name_for_file(self, name: str, path: Path) -> str:
-        """The model's name, or one that says how the file of weights `path` is to be built. Raises ModelError."""
+        """Return the name to build the model by for the weight file `path`; by default the model's own. Raises ModelError."""
         return name
 
     def rescales_input(self, name: str, path: Path) -> bool:
-        """Whether the model rescales its input with the weights of this file, which is not one of ours."""
+        """Whether the model rescales its input with this weight file, which is not a checkpoint of ours."""
         return False
 
 
 def as_arguments(kwargs: Mapping[str, Any]) -> str:
-    """`, key=value` of each, as Python writes them."""
+    """Format `, key=value` for each argument, as Python source."""
     return "".join(f", {key}={value!r}" for key, value in kwargs.items())
 
 
 def check_known(name: str, weights: str, known: Sequence[str], *others: str) -> None:
-    """Refuse weights that are neither `known`, which a message may list, nor one of the `others`."""
+    """Raise ModelError unless `weights` is one of `known`, which the message may list, or of `others`."""
     if weights not in (*known, *others):
-        there_are = f"there are: {', '.join(known) if known else 'none'}; or give a file's path"
-        raise ModelError(f"{name} has no weights {weights!r}; {did_you_mean(weights, known, there_are)}")
+        choices = f"choose from {', '.join(known)}, or give a file's path" if known else "give a file's path"
+        raise ModelError(f"{name} has no weights {weights!r}; {did_you_mean(weights, known, choices)}")
 
 
 def installed(package: str) -> bool:
@@ -213,13 +216,13 @@ def installed(package: str) -> bool:
 
 
 def registered(package: str) -> tuple[str, ...]:
-    """Sorted names of the installed package's classifiers; empty where it is not installed."""
+    """Return the sorted names of the package's classifiers; empty if it is not installed."""
     spec = importlib.util.find_spec(package)
     return _registered(spec.origin) if spec is not None and spec.origin else ()
 
 
 @cache
 def _registered(package_file: str) -> tuple[str, ...]:
-    """Read from the sources, in milliseconds: importing torchvision takes seconds. Its subfolders hold detectors and the like."""
+    """Read the names from the sources in milliseconds: importing torchvision takes seconds. Subfolders have no classifiers."""
     sources = (Path(package_file).parent / "models").glob("*.py")
     return tuple(sorted({name for source in sources for name in _REGISTERED.findall(source.read_text(encoding="utf-8"))}))

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Builder(NamedTuple):
-    """How a model of ours is built: by a callable (num_classes, image_size, **options) → nn.Module."""
+    """A callable (num_classes, image_size, **options) → nn.Module that builds a model of ours, and its options."""
 
     path: str
-    """`module:name` in `trainables.models`."""
+    """`module:name`, relative to `trainables.models`."""
     options: Mapping[str, Any] = {}
 
 
@@ -39,8 +39,8 @@ MODELS: dict[str, Builder] = {
     "wrn_16_2": Builder("cifar.wrn:CifarWideResNet", {"depth": 16, "widen": 2}),
     "wrn_40_1": Builder("cifar.wrn:CifarWideResNet", {"depth": 40, "widen": 1}),
     "wrn_40_2": Builder("cifar.wrn:CifarWideResNet", {"depth": 40, "widen": 2}),
-    # Papers on distillation call these vgg8, vgg13, ResNet50, MobileNetV2…: in torchvision and timm, such names mean models for
-    # images of 224 pixels. Those keep their names; `_cifar` says which ones are meant.
+    # Distillation papers call these vgg8, vgg13, ResNet50, MobileNetV2…, but torchvision and timm use such names for models of
+    # 224-pixel images, hence the suffix.
     "resnet50_cifar": Builder("cifar.resnet:CifarResNet50"),
     "vgg8_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 8}),
     "vgg11_cifar": Builder("cifar.vgg:CifarVgg", {"depth": 11}),
@@ -51,19 +51,19 @@ MODELS: dict[str, Builder] = {
     "shufflenetv1_cifar": Builder("cifar.shufflenet:CifarShuffleNetV1"),
     "shufflenetv2_cifar": Builder("cifar.shufflenet:CifarShuffleNetV2"),
 }
-"""A hyphen may stand for an underscore."""
+"""Names may be written with hyphens."""
 
 BLOCKS = {
     "trainables.models.cifar.resnet.BasicBlock": BlockEnd("relu2:in", "bn2"),
     "trainables.models.cifar.resnet.Bottleneck": BlockEnd("relu3:in", "bn3"),
     "trainables.models.cifar.mobilenetv2.InvertedResidual": BlockEnd("", "conv"),
     "trainables.models.cifar.shufflenet.UnitV1": BlockEnd("relu3:in", "bn3"),
-    "trainables.models.cifar.shufflenet.UnitV2": BlockEnd("relu:in"),  # half of what it reads is of no norm
+    "trainables.models.cifar.shufflenet.UnitV2": BlockEnd("relu:in"),  # half of its input comes from no norm
 }
 
 
 class Ours(Library):
-    """Each model says itself where it is read: `STAGES` (stem and stages), `UNPOOLED`, and `PREACTS` where no block ends so."""
+    """Each model class declares its taps: `STAGES` (stem and stages), `UNPOOLED`, and `PREACTS` if `BLOCKS` has none for it."""
 
     name = "ours"
 
@@ -83,7 +83,7 @@ class Ours(Library):
 
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         raise ModelError(
-            f"there are no published weights {weights!r} of {name}, a model of ours: give the path of a checkpoint of it"
+            f"{name} is one of raydistill's own models and has no published weights {weights!r}: give a checkpoint's path"
         )
 
     def input(self, name: str, weights: str) -> TrainedInput | None:

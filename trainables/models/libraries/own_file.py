@@ -1,4 +1,4 @@
-"""A user's models: FILE.py:NAME is a class, or a function that returns a model."""
+"""Models in a user's file: FILE.py:NAME is a class, or a function that returns a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OwnFile(Library):
-    """It is called as NAME(num_classes=…), with `image_size` too where its signature has that; 0 classes: it returns features."""
+    """NAME is called with `num_classes`, and `image_size` if its signature has it. With 0 classes the model returns features."""
 
     name = "file"
 
@@ -23,9 +23,9 @@ class OwnFile(Library):
         return ()
 
     def find(self, name: str) -> str | None:
-        """The file is neither read nor looked for; it is its copy where this process uses copies."""
+        """Return `name` with the file's path, or its copy's if this process uses copies. The file need not exist."""
         if name.endswith(".py"):
-            raise ModelError(f"model {name} is a file: write {name}:CLASS, the class in it")
+            raise ModelError(f"model {name} is a file: add the class in it, as {name}:CLASS")
         path = file_of(name)
         return None if path is None else f"{path}:{option_key(name)}"
 
@@ -35,7 +35,7 @@ class OwnFile(Library):
         path = file_of(name)
         assert path is not None
         if not path.is_file():
-            raise ModelError(f"model {name}: there is no file {path}: name it where it is now, as FILE.py:CLASS")
+            raise ModelError(f"model {name}: {path} does not exist: write the file's current path, as FILE.py:CLASS")
         try:
             build = getattr(module_of(path.resolve()), option_key(name))
             sizes = {"image_size": image_size} if "image_size" in inspect.signature(build).parameters else {}
@@ -46,13 +46,13 @@ class OwnFile(Library):
             raise ModelError(f"model {name} cannot be built ({type(error).__name__}: {first_line(error)})") from error
         if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
             what = f"{type(model).__name__} without parameters" if isinstance(model, nn.Module) else type(model).__name__
-            raise ModelError(f"model {name} is a {what}: name a class of nn.Module, or a function that returns one")
+            raise ModelError(f"model {name} is a {what}: name an nn.Module class, or a function that returns a module")
         if not num_classes:
             model.num_classes = 0  # type: ignore[assignment]
         return model
 
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
-        raise ModelError(f"there are no published weights {weights!r} of {name}, a model in a file: give the path of its weights")
+        raise ModelError(f"{name} is a model in a file and has no published weights {weights!r}: give a weight file's path")
 
     def input(self, name: str, weights: str) -> TrainedInput | None:
         return None

@@ -1,4 +1,4 @@
-"""timm's classifiers, by name, from a folder that timm has saved (`local-dir:`), or from the Hugging Face Hub (`hf-hub:`)."""
+"""timm's classifiers: by name, from a folder saved by timm (`local-dir:`), or from the Hugging Face Hub (`hf-hub:`)."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 PREFIX = "timm/"
 CONFIG = "config.json"
 STEMS = ("act1", "bn1", "stem", "stem.conv", "conv_stem", "features.norm0", "patch_embed")
-"""What of a model's `feature_info` is its stem; where nothing is, the first of these that it has."""
+"""A model's stem: its first `feature_info` entry if that is one of these, otherwise the first of these that it has."""
 MAPS = ("global_pool:in", "head.global_pool:in", "encoder", "norm", "final_conv", "stages")
-"""The last map, or its tokens, is the first of these that a model has, unless its class is in `OTHER_MAPS`."""
+"""A model's last map or tokens: the first of these that it has, unless its class is in `OTHER_MAPS`."""
 OTHER_MAPS = {
     "VGG": "features",
     "CPUBone": "stages",
@@ -52,7 +52,7 @@ OTHER_MAPS = {
     "HieraDet": "head:in",
 }
 POOLS = ("attn_pool", "fc_norm")
-"""What makes one vector of a transformer's tokens, or normalizes it; a class token is read where there is neither."""
+"""Modules that pool a transformer's tokens or normalize the pooled vector; a model with neither is read at its class token."""
 BLOCKS = {
     "timm.models.resnet.BasicBlock": BlockEnd("act2:in", "bn2"),
     "timm.models.resnet.Bottleneck": BlockEnd("act3:in", "bn3"),
@@ -73,7 +73,7 @@ class Timm(Library):
         return registered("timm")
 
     def find(self, name: str) -> str | None:
-        """The config.json of a folder or repository is read: those of transformers are left to its library."""
+        """Read the config.json of a folder or repository; None for a transformers model."""
         if not name.startswith((PREFIX, FOLDER_SCHEME, *HUB_SCHEMES)):
             return super().find(name)
         source = name.partition(":")[2]
@@ -97,7 +97,7 @@ class Timm(Library):
             )
         if tag:
             raise ModelError(
-                f"model {name!r} names weights as well: write model: timm/{model} and, for a teacher, weights: {tag}"
+                f"model {name!r} includes a weights tag: write model: timm/{model} and, for a teacher, weights: {tag}"
             )
         return model
 
@@ -117,7 +117,7 @@ class Timm(Library):
         full_name = name_with_weights(name, weights)
         config, options, shown = pretrained_config(full_name), _size_options(name, image_size), f"{PREFIX}{name}"
         if "img_size" in options and (size := config["input_size"][-1]) != image_size:
-            notice(f"weights {weights} of {shown}: timm resamples its tables from images of {size}×{size} to {image_size}")
+            notice(f"weights {weights} of {shown}: timm resamples position tables from {size}×{size} images to {image_size}")
         try:
             use_cache_without_network()
             model: nn.Module = timm.create_model(
@@ -127,7 +127,7 @@ class Timm(Library):
             source = config.get("hf_hub_id") or config.get("url") or weights
             raise ModelError(
                 f"weights {weights} of {shown} could not be loaded from {source} ({first_line(error)}):"
-                " fetch them where there is a network and give the file's path as the weights"
+                " download them on a machine with network access, and give the file's path as the weights"
             ) from None
         return model
 
@@ -146,7 +146,7 @@ class Timm(Library):
         elif num_classes == 1000:
             from torchvision.models import ResNet18_Weights
 
-            names = tuple(ResNet18_Weights.DEFAULT.meta["categories"])  # without ambiguous ones
+            names = tuple(ResNet18_Weights.DEFAULT.meta["categories"])  # unlike timm's, none is ambiguous
         elif ids:
             names = tuple(_imagenet_info(num_classes).label_descriptions())
         resize = math.floor(size / record["crop_pct"])
@@ -159,14 +159,14 @@ class Timm(Library):
     def default_size(self, name: str) -> int | None:
         import timm
 
-        published = timm.get_pretrained_cfg(architecture(name))  # of models without weights, too
+        published = timm.get_pretrained_cfg(architecture(name))  # exists for models without weights, too
         return published.input_size[-1] if published is not None else None
 
     def owns(self, model: nn.Module) -> bool:
         return type(model).__module__.startswith("timm.")
 
     def taps(self, model: nn.Module) -> DeclaredTaps:
-        """By its `feature_info`; a ViT's blocks of one resolution are no stages; Hiera's tokens are in the order of windows."""
+        """Read `feature_info`. A ViT's blocks of equal resolution are not stages, nor Hiera's, with tokens in window order."""
         from torch import nn
 
         modules = dict(model.named_modules())
@@ -184,7 +184,7 @@ class Timm(Library):
         pools = (path for path in POOLS if not isinstance(modules.get(path), nn.Identity | None))
         embedding = next(map(Tap, pools), None)
         if getattr(model, "cls_token", None) is not None and last_map is not None:
-            if not layout.num_prefix_tokens:  # where its class token is, the model does not say
+            if not layout.num_prefix_tokens:  # the model does not record the position of its class token
                 return DeclaredTaps(stem, stages, blocks=BLOCKS)
             embedding = embedding or Tap(last_map, first_token, "class token")
         return DeclaredTaps(stem, stages, last_map, layout, embedding, blocks=BLOCKS)
@@ -195,13 +195,13 @@ class Timm(Library):
         return converted
 
     def name_for_file(self, name: str, path: Path) -> str:
-        """The folder where timm saved there how the model is built."""
+        """Return the file's folder if timm saved the model's config there."""
         folder = _folder_of(path)
         return name_with_weights(name, folder) if folder else name
 
 
 def architecture(name: str) -> str:
-    """timm's name of an architecture, also of a folder's or a repository's model. Raises ModelError: it is not timm's."""
+    """Return timm's architecture name, also of a folder's or repository's model. Raises ModelError: it is not a timm model."""
     if not name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
         return name
     config = source_config(name)
@@ -209,18 +209,18 @@ def architecture(name: str) -> str:
     if model in registered("timm"):
         return str(model)
     if is_of_transformers(config):
-        raise ModelError(f"{source} is a {config['model_type']} of transformers, not timm's: write model: {name}")
+        raise ModelError(f"{source} is a transformers {config['model_type']}, not a timm model: write model: {name}")
     raise ModelError(
-        f"{source} is no model that timm knows (architecture {model!r} in its {CONFIG}): write one that timm has saved, or the "
-        "model's name and a state dict as its weights"
+        f"{source} is not a timm model (architecture {model!r} in its {CONFIG}): choose one that timm has saved, or write the "
+        "model's name with a state dict as its weights"
     )
 
 
 def name_with_weights(name: str, weights: str) -> str:
-    """timm's name of a model with these weights. Raises ModelError: there are none of this name, or they are another model's."""
+    """Return timm's name of a model with these weights. Raises ModelError: they do not exist or belong to another model."""
     if weights.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
         if (saved := architecture(weights)) != (wanted := architecture(name)):
-            raise ModelError(f"{weights} has a {saved}, not a {wanted}: write timm/{saved} as the model, or give other weights")
+            raise ModelError(f"{weights} has a {saved}, not a {wanted}: write timm/{saved} as the model, or choose other weights")
         return weights
     if weights == "DEFAULT" and name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
         return name
@@ -232,7 +232,7 @@ def name_with_weights(name: str, weights: str) -> str:
 
 
 def pretrained_config(full_name: str) -> dict[str, Any]:
-    """timm's record of the weights of `name_with_weights`: num_classes, input_size, mean, std, crop_pct …."""
+    """Return timm's record of the weights `full_name` (see `name_with_weights`): num_classes, input_size, mean, crop_pct …."""
     import timm
 
     if full_name.startswith((FOLDER_SCHEME, *HUB_SCHEMES)):
@@ -245,7 +245,7 @@ def pretrained_config(full_name: str) -> dict[str, Any]:
 
 
 def wordnet_ids(num_classes: int) -> tuple[str, ...]:
-    """The WordNet ids of the part of ImageNet with so many classes, in label order; () without timm, which knows them."""
+    """Return the WordNet ids of the ImageNet subset with `num_classes` classes, in label order; () if unknown or without timm."""
     if not installed("timm") or (info := _imagenet_info(num_classes)) is None:
         return ()
     ids = tuple(info.label_names())
@@ -260,7 +260,7 @@ def _imagenet_info(num_classes: int) -> Any:
 
 
 def _folder_of(path: Path) -> str | None:
-    """`local-dir:` with the folder of a file of weights; None where timm has not saved it: many programs write a config.json."""
+    """Return `local-dir:` with a weight file's folder, or None if it has no timm config: many programs write a config.json."""
     folder = f"{FOLDER_SCHEME}{path.parent}"
     try:
         architecture(folder)
@@ -270,28 +270,28 @@ def _folder_of(path: Path) -> str | None:
 
 
 def is_of_transformers(config: Any) -> bool:
-    """Whether a config.json is of a model of Hugging Face transformers; timm's own in it are timm's."""
+    """Whether a config.json describes a transformers model; one with a timm architecture belongs to timm."""
     return isinstance(config, dict) and "model_type" in config and config.get("architecture") not in registered("timm")
 
 
 def source_name(name: str) -> str:
-    """The name of a folder's or a repository's model in one spelling. Raises ModelError: it is no repository."""
+    """Normalize the name of a folder's or repository's model. Raises ModelError: it is not a repository name."""
     scheme, _, source = name.partition(":")
     if f"{scheme}:" == FOLDER_SCHEME:
         return f"{FOLDER_SCHEME}{expand_home(source)}"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source):
-        raise ModelError(f"model {name!r} is no repository of the Hugging Face Hub: write hf-hub:OWNER/NAME")
+        raise ModelError(f"model {name!r} is not a Hugging Face Hub repository: write hf-hub:OWNER/NAME")
     return f"hf-hub:{source}"
 
 
 def source_of(name: str) -> tuple[str, str | None]:
-    """A repository, and its revision or None for the newest one."""
+    """Split a name into its repository and revision; None is the newest revision."""
     repository, _, revision = name.partition(":")[2].partition("@")
     return repository, revision or None
 
 
 def source_config(name: str, file: str = CONFIG) -> Any:
-    """What a JSON file of a folder, or of a repository, has. Raises ModelError: it cannot be read."""
+    """Read a JSON file of a folder or repository. Raises ModelError: it cannot be read."""
     return _hub_config(name, file) if name.startswith(HUB_SCHEMES) else _folder_config(name, file)
 
 
@@ -300,16 +300,14 @@ def _folder_config(name: str, file: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path} cannot be read ({first_line(error)}): give a folder that timm or transformers has saved"
-        ) from None
+        raise ModelError(f"{path} cannot be read ({first_line(error)}): give a folder saved by timm or transformers") from None
 
 
 def use_cache_without_network() -> None:
-    """Set the Hub's client to its offline mode where the Hub's host has no address: it would try for 23 s, for each file."""
+    """Set the Hub client offline if the Hub's host name does not resolve: it would otherwise retry for 23 s per file."""
     from huggingface_hub import constants
 
-    if not getproxies().keys() - {"no"}:  # a proxy finds the address itself
+    if not getproxies().keys() - {"no"}:  # a proxy resolves the address itself
         try:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
         except socket.gaierror:
@@ -318,10 +316,10 @@ def use_cache_without_network() -> None:
 
 @cache
 def _hub_config(name: str, file: str) -> Any:
-    """Downloaded once."""
+    """Download a JSON file once per process."""
     repository, revision = source_of(name)
     if not installed("huggingface_hub"):
-        raise ModelError(f"{name} is read by huggingface_hub: `pip install raydistill[timm]` or `raydistill[transformers]`")
+        raise ModelError(f"{name} needs huggingface_hub: `pip install raydistill[timm]` or `raydistill[transformers]`")
     try:
         from huggingface_hub import hf_hub_download
 
@@ -329,13 +327,13 @@ def _hub_config(name: str, file: str) -> Any:
         return json.loads(Path(hf_hub_download(repository, file, revision=revision)).read_text(encoding="utf-8"))
     except Exception as error:  # any way in which the network, the hub's client or the disk can fail
         raise ModelError(
-            f"{name}: its {file} could not be loaded from the Hugging Face Hub ({first_line(error)}): fetch the "
-            f"repository where there is a network, and write {FOLDER_SCHEME}FOLDER"
+            f"{name}: its {file} could not be loaded from the Hugging Face Hub ({first_line(error)}): download the "
+            f"repository on a machine with network access, and write {FOLDER_SCHEME}FOLDER"
         ) from None
 
 
 def _size_options(name: str, image_size: int) -> dict[str, Any]:
-    """The constructor arguments that depend on the image size, of models with a position table."""
+    """Return the size arguments for the constructor of a model with a position table."""
     import timm
 
     published = timm.get_pretrained_cfg(architecture(name))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 RESCALING = ("googlenet", "inception_v3")
-"""Models that rescale their input with the published weights, and with no others; no tensor shows it."""
+"""Models that rescale their input with the published weights only; the tensors do not show it."""
 LAYERS = tuple(f"layer{number}" for number in (1, 2, 3, 4))
 FAMILIES: dict[str, DeclaredTaps] = {
     "ResNet": DeclaredTaps("maxpool", LAYERS, "avgpool:in"),
@@ -42,7 +42,7 @@ FAMILIES: dict[str, DeclaredTaps] = {
         map="encoder.ln", layout=Layout(num_prefix_tokens=1), embedding=Tap("encoder.ln", first_token, "class token")
     ),
 }
-"""Class → where it is read."""
+"""Class → its declared taps."""
 CHAINS: dict[str, tuple[str, int, int | None, str, str]] = {
     "AlexNet": ("features", 0, -1, "features.1", "avgpool:in"),
     "SqueezeNet": ("features", 3, None, "features.2", "features"),
@@ -53,9 +53,9 @@ CHAINS: dict[str, tuple[str, int, int | None, str, str]] = {
     "MNASNet": ("layers", 8, -3, "layers.7", "layers"),
     "VGG": ("features", 0, -1, "", "avgpool:in"),
 }
-"""Class → a Sequential, the first and the last index in it that belong to stages, the stem and the last map.
+"""Class → a Sequential, the slice of it that forms the stages, the stem and the last map.
 
-A stage ends before what halves the map. VGG's stem is its first activation.
+A stage ends before a module that halves the map. VGG's stem is its first activation.
 """
 BLOCKS = {
     "torchvision.models.resnet.BasicBlock": BlockEnd("relu:in", "bn2"),
@@ -111,14 +111,14 @@ class Torchvision(Library):
         known = torchvision.models.get_model_weights(name).__members__
         check_known(name, weights, list(known))
         published = known[weights]
-        # torchvision builds it, since some of its models rename old parameters or scale their input for these weights.
+        # torchvision builds the model, as some rename old parameters or rescale their input for these weights.
         try:
             model: nn.Module = torchvision.models.get_model(
                 name, weights=published, progress=False, **_size_options(name, image_size), **kwargs
             )
         except ValueError as error:
             raise ModelError(
-                f"weights {weights} of {name} do not take images of {image_size}×{image_size} ({first_line(error)}):"
+                f"weights {weights} of {name} do not accept images of {image_size}×{image_size} ({first_line(error)}):"
                 f" set teacher.image_size to {published.meta['min_size'][0]}"
             ) from None
         except Exception as error:  # any way in which the network, a proxy or the disk can fail
@@ -170,7 +170,7 @@ class Torchvision(Library):
         return resampled
 
     def rescales_input(self, name: str, path: Path) -> bool:
-        """By the SHA-256 in the URL of the published weights."""
+        """Compare the file's SHA-256 with the one in the URL of the published weights."""
         if name not in RESCALING:
             return False
         import torchvision
@@ -186,13 +186,13 @@ def _halves(module: nn.Module) -> bool:
 
 
 def _options(name: str, num_classes: int, image_size: int) -> dict[str, Any]:
-    """The constructor arguments that are not the user's."""
+    """Return the constructor arguments that the user does not set."""
     rescaling = {"init_weights": True, "aux_logits": num_classes > 0} if name in RESCALING else {}
     return _size_options(name, image_size) | rescaling
 
 
 def _size_options(name: str, image_size: int) -> dict[str, Any]:
-    """The constructor arguments that depend on the image size, of models with a position table."""
+    """Return the size arguments for the constructor of a model with a position table."""
     if name.startswith("vit_"):
         return {"image_size": image_size}
     return {"input_size": (image_size, image_size)} if name.startswith("maxvit_") else {}

@@ -1,1 +1,1 @@
-"""Workers that make no progress: noticed, explained, ended."""
+"""Detect, explain and end hangs of workers."""

@@ -1,4 +1,4 @@
-"""Whether a job hangs, and that in words: which rank is where, and which one the others wait for. Functions of `Rank`s alone."""
+"""Decide whether a job hangs, and describe where each rank is and which ones the others wait for."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from trainables.metrics.heartbeat import Position
 from trainables.stacks import ProcessReport
 
 AUTO_S, AUTO_BATCHES = 120.0, 30
-"""`auto`: thirty times as long as a rank's last step or batch took, at least two minutes."""
+"""`hang_after_s: auto` is 30 times the duration of a rank's last step or batch, but at least two minutes."""
 ALLOWANCES = {
     "start": 10.0,
     "timing": 10.0,
@@ -22,31 +22,31 @@ ALLOWANCES = {
     "teacher service": 6.0,
     "other": 1.0,
 }
-"""How many times as long an operation may take: a first batch may compile; a checkpoint's time is that of a disk; the client of
-a teacher service gives up after 600 s, and says why."""
+"""Factors on the limit for slow operations: a first batch may compile, a checkpoint waits for a disk, and the client of a teacher
+service gives up with a reason after 600 s."""
 SILENT_S = 5.0
-"""A rank that has not answered for so long does not answer."""
+"""A rank that has not answered for this long counts as not answering."""
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\n?')
-_LONG = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/trainables/locks.py")
-"""Files of what compiles a model, or waits for another job's lock, as while that one copies the data set to the node."""
-_WAITING = ("threading.py", "queue.py", "selectors.py", "connection.py")
-"""Files of Python's library in which a thread waits for another: the line that called them says more."""
+_SLOW_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/trainables/locks.py")
+"""Files in the stack while a model compiles, or while another job holds a lock, for example to copy the data set to the node."""
+_WAIT_FILES = ("threading.py", "queue.py", "selectors.py", "connection.py")
+"""Files of the standard library in which a thread waits for another; their caller is more informative."""
 
 
 @dataclass
 class Rank:
-    """What is known of a rank; `process` and `collective` once no rank goes on."""
+    """The state of a rank; `process` and `collective` are requested once no rank makes progress."""
 
     rank: int
     host: str
     position: Position | None
-    """Its last answer; None: no job runs on it."""
+    """Its last answer; None if it runs no job."""
     silent_s: float = 0.0
-    """Since that answer."""
+    """Time since that answer."""
     process: ProcessReport | None = None
-    """None: its node did not answer in time."""
+    """None if its node did not answer in time."""
     collective: tuple[int, str] | None = None
-    """See `last_collective`; None also where the rank did not answer."""
+    """See `last_collective`; None also if the rank did not answer."""
 
     @property
     def where(self) -> str:
@@ -54,32 +54,32 @@ class Rank:
 
     @property
     def quiet_s(self) -> float:
-        """For how long it has not gone on, as far as it has answered."""
+        """Time without known progress."""
         return self.silent_s + (self.position.quiet_s if self.position is not None else 0.0)
 
     @property
     def problem(self) -> str:
-        """What is wrong with the process as a whole: it does not answer and writes no stacks."""
+        """The problem of a process that neither answers nor writes stacks; empty if there is none."""
         if self.silent_s < SILENT_S or (self.process is not None and self.process.stacks):
             return ""
         return "its node does not answer" if self.process is None else f"its process is {self.process.status}"
 
     @property
     def is_compiling_or_locked(self) -> bool:
-        """Whether its training thread does what takes its time, and shows no progress meanwhile."""
-        return any(path.endswith(_LONG) for path, _, _ in self._frames())
+        """Whether its training thread compiles or waits for a lock, which takes long and shows no progress."""
+        return any(path.endswith(_SLOW_FILES) for path, _, _ in self._frames())
 
     @property
     def frame(self) -> str:
-        """Where its training thread is: `FILE:LINE in FUNCTION`."""
+        """The innermost informative frame of its training thread: `FILE:LINE in FUNCTION`."""
         if self.process is None:
             return "its stacks did not arrive"
         named = [(Path(path).name, line, function) for path, line, function in self._frames()]
-        found = next((frame for frame in named if frame[0] not in _WAITING), None)
+        found = next((frame for frame in named if frame[0] not in _WAIT_FILES), None)
         return "{}:{} in {}".format(*found) if found else ""
 
     def _frames(self) -> list[tuple[str, str, str]]:
-        """The frames of its training thread, the innermost first: path, line and function."""
+        """The frames of its training thread, innermost first: path, line and function."""
         if self.position is None or self.process is None:
             return []
         _, _, after = self.process.stacks.partition(f"hread 0x{self.position.thread_id:016x}")
@@ -92,19 +92,19 @@ class Rank:
 
 
 def quiet_s(ranks: Iterable[Rank]) -> float:
-    """For how long no rank has gone on: one that goes on may be waited for."""
+    """Return how long no rank has made progress: the others may wait for one that does."""
     return min((rank.quiet_s for rank in ranks if rank.position is not None), default=0.0)
 
 
 def limit_s(
     ranks: Sequence[Rank], hang_after_s: float | Literal["auto"], *, has_service: bool = False, takes_long: bool = False
 ) -> float:
-    """For how long no rank may go on: as long as any that answers may stay where it is.
+    """Return how long a job may make no progress: the longest limit of any answering rank's position.
 
     Args:
-        hang_after_s: `scale.hang_after_s`; 0: a job never hangs.
-        has_service: whether the teacher is a service.
-        takes_long: whether a rank `is_compiling_or_locked`.
+        hang_after_s: `scale.hang_after_s`; 0 is no limit.
+        has_service: Whether the teacher is a service.
+        takes_long: Whether a rank `is_compiling_or_locked`.
     """
 
     def limit_of(at: Position) -> float:
@@ -115,7 +115,7 @@ def limit_s(
             "teacher service": has_service and at.part == "teacher",
             "compile or lock": takes_long,
         }
-        allowance = max(ALLOWANCES.get(operation, 1.0) for operation, is_under_way in operations.items() if is_under_way)
+        allowance = max(ALLOWANCES.get(operation, 1.0) for operation, is_running in operations.items() if is_running)
         return allowance * (auto_s if hang_after_s == "auto" else hang_after_s or float("inf"))
 
     answering = [rank for rank in ranks if rank.silent_s < SILENT_S] or ranks
@@ -123,7 +123,7 @@ def limit_s(
 
 
 def stragglers(ranks: Sequence[Rank]) -> list[Rank]:
-    """The ranks that the others wait for, at least one; all of them, where they do not differ."""
+    """Return the ranks that the others wait for: at least one, and all if they do not differ."""
     if with_problem := [rank for rank in ranks if rank.problem]:
         return with_problem
     begun = [rank.collective for rank in ranks if rank.collective is not None]
@@ -133,7 +133,7 @@ def stragglers(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def hang_error(ranks: Sequence[Rank]) -> EndedError:
-    """The failure of a job no rank of which goes on, with the stacks of all ranks."""
+    """Return the error of a job without progress, with the stacks of all ranks."""
     first, *alike = stragglers(ranks)
     others = [rank for rank in ranks if rank is not first and rank not in alike]
     all_hang = bool(alike) and not others and not first.problem
@@ -159,14 +159,14 @@ def _describe(rank: Rank, verb: str) -> str:
 
 
 def _waits_in(ranks: Sequence[Rank]) -> str:
-    """The collective that most ranks have begun last; without one, their position in the job."""
+    """Return the last collective of most ranks, or their position if there is none."""
     names = ["{1} {0}".format(*rank.collective) for rank in ranks if rank.collective is not None]
     names = names or [str(rank.position) for rank in ranks]
     return max(names, key=names.count)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0–2, 5`."""
+    """Format as `rank 3` or `ranks 0–2, 5`."""
     numbers = sorted(ranks)
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda indexed: indexed[1] - indexed[0])]
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]

@@ -1,7 +1,7 @@
-"""A watch over a job's workers, on Ray Train's controller: it ends a job that hangs, and one that takes too long.
+"""Watch a job's workers from Ray Train's controller, and end a job that hangs or takes too long.
 
-Ray itself notices a worker whose process does not answer after ten minutes, and one whose training thread is stuck never; its
-watch over NCCL sees collectives alone, on GPUs, and needs a program that torch does not bring.
+Ray notices a worker process that does not answer only after ten minutes, and a stuck training thread never. Its NCCL watchdog
+sees only collectives on GPUs, and needs a program that torch does not include.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from trainables.worker.hangs.hang_report import Rank, hang_error, limit_s, quiet
 from trainables.worker.ray_internals import WorkerGroupCallback
 
 POLL_S = 2.0
-"""As long as Ray Train's own: an answer takes a worker about half a millisecond."""
+"""Ray Train's own interval; an answer takes a worker about half a millisecond."""
 FILE_S = 5.0
-"""Between two of the files that a report reads."""
+"""Interval between two heartbeat files for reports."""
 ANSWER_S = 15.0
-"""How long a node may take to look at its workers: a busy one is slow to start a process."""
+"""Time limit for a node to report its workers' stacks; a busy node starts processes slowly."""
 
 log = logging.getLogger("raydistill")
 
 
 class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
-    """Polls where each worker is from a thread, and lets Ray Train raise `EndedError` for all of them.
+    """Polls each worker's position in a thread, and makes Ray Train raise `EndedError` if the job has to end.
 
     Args:
         hang_after_s: `scale.hang_after_s`.
-        limit_s: how long a job may take on its workers; None: as long as it does.
-        has_service: whether the teacher is a service.
+        limit_s: Maximum duration of a job on its workers; None for no limit.
+        has_service: Whether the teacher is a service.
     """
 
     def __init__(self, hang_after_s: float | Literal["auto"], limit_s: float | None, *, has_service: bool = False) -> None:
         self._hang_after_s, self._limit_s, self._has_service = hang_after_s, limit_s, has_service
         self._ranks: Sequence[Rank] | None = None
-        """Those that are watched, by threads that end once there are others, or none."""
+        """The watched ranks; a thread ends once they are no longer the ones that it watches."""
         self._takes_long = False
         self._error: ray.train.WorkerGroupError | None = None
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
-        """Called by Ray Train when all workers run."""
+        """Called by Ray Train once all workers are running."""
         workers = sorted(worker_group.get_workers(), key=lambda worker: worker.distributed_context.world_rank)
         ranks = [Rank(number, worker.metadata.node_ip, Position()) for number, worker in enumerate(workers)]
         self._ranks, self._takes_long, self._error = ranks, False, None
@@ -60,7 +60,7 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
             threading.Thread(target=target, args=arguments, name="hang watch", daemon=True).start()
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Called by Ray Train every two seconds. Raises what the watch has found."""
+        """Called by Ray Train every two seconds. Raises the error that the watch has found."""
         if self._error is not None:
             raise self._error
 
@@ -81,16 +81,16 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
             try:
                 poll(ranks, workers, requests, polled_s - before_s)
                 error = self._end_reason(ranks, workers)
-            except Exception:  # whatever it was: without a watch a hang would last for ever
-                log.exception("a look at the workers failed; the watch over them goes on")
+            except Exception:  # of any kind: without the watch a hang would last forever
+                log.exception("polling the workers failed; the hang watch continues")
                 continue
             if error is not None and self._ranks is ranks:
                 self._error = ray.train.WorkerGroupError(str(error), {error.failure.rank or 0: error})
-                on_nodes(workers, kill, 0.0)  # Ray cannot end a process that is stopped
+                on_nodes(workers, kill, 0.0)  # Ray cannot end a stopped process
                 return
 
     def _end_reason(self, ranks: Sequence[Rank], workers: Sequence[Any]) -> EndedError | None:
-        """Why the job has to end; None: it may go on."""
+        """Return why the job has to end, or None."""
         oldest = max((rank.position for rank in ranks if rank.position), key=lambda each: each.age_s, default=None)
         if self._limit_s is not None and oldest is not None and oldest.age_s > self._limit_s:
             return EndedError(Failure("time_limit", f"took longer than sweep.trial_limit_s; it was in {oldest}"))
@@ -111,7 +111,7 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
         return hang_error(ranks)
 
     def _write_heartbeats(self, ranks: Sequence[Rank]) -> None:
-        """Write where each rank is for `distill report`, in a thread of its own: the disk may be what hangs."""
+        """Write each rank's position for `distill report`, in a separate thread, as the disk may be what hangs."""
         while self._is_watched(ranks, FILE_S):
             if folder := max((rank.position.folder for rank in ranks if rank.position is not None), default=""):
                 lines = [{"rank": rank.rank, "at": rank.where, "age_s": round(rank.quiet_s, 1)} for rank in ranks]
@@ -123,9 +123,9 @@ class HangWatch(WorkerGroupCallback):  # type: ignore[misc]
 
 
 def poll(ranks: Sequence[Rank], workers: Sequence[Any], requests: dict[int, Any], passed_s: float) -> None:
-    """Take the answers of the workers that have arrived since the last time, `passed_s` ago, and request the next of them.
+    """Collect the workers' answers since the last poll, `passed_s` ago, and send new requests.
 
-    `requests`: a worker's request that is on its way, by its rank: never more than one.
+    `requests` maps a rank to its pending request; there is at most one per worker.
     """
     for rank in ranks:
         rank.silent_s += passed_s
@@ -135,7 +135,7 @@ def poll(ranks: Sequence[Rank], workers: Sequence[Any], requests: dict[int, Any]
 
 
 def on_nodes(workers: Iterable[Any], work: Callable[[Iterable[int]], Any], wait_s: float) -> dict[str, Any]:
-    """Node → what `work` returns there for the processes of its workers; of other nodes than this, those that answer in time."""
+    """Run `work` on each node with its workers' PIDs. Returns results by node, without remote nodes that are late."""
     pids: dict[str, list[int]] = {}
     for worker in workers:
         pids.setdefault(worker.metadata.node_id, []).append(worker.metadata.pid)
@@ -150,21 +150,21 @@ def on_nodes(workers: Iterable[Any], work: Callable[[Iterable[int]], Any], wait_
 
 
 def answers(requests: dict[Any, Any], wait_s: float) -> dict[Any, Any]:
-    """The results that arrive within `wait_s`, by the keys of their requests, which are taken out; so are those that fail."""
+    """Return the results that arrive within `wait_s`, by key; removes finished and failed requests from `requests`."""
     found, references = dict[Any, Any](), list(requests.values())
     arrived = set(ray.wait(references, num_returns=len(references), timeout=wait_s)[0]) if references else set()
     for key in [key for key, reference in requests.items() if reference in arrived]:
         try:
             found[key] = ray.get(requests.pop(key))
-        except ray.exceptions.RayError as error:  # it is requested again; Ray Train sees to a worker that has died
+        except ray.exceptions.RayError as error:  # the next poll requests it again; Ray Train handles dead workers
             log.debug("a request to %s failed: %s", key, error)
     return found
 
 
 def last_collective() -> tuple[int, str] | None:
-    """In a worker: the number and the name of the last collective that it has begun in the group of all ranks.
+    """In a worker, return the number and name of the last collective that it began in the group of all ranks.
 
-    From torch's flight recorder, which is on by default; None where it has nothing, and with pipeline stages, whose ranks mostly
+    Read from torch's flight recorder, which is on by default. None if it is empty, or with pipeline stages, whose ranks mostly
     wait in smaller groups.
     """
     from torch import distributed as dist  # here, as the controller needs no torch

@@ -267,7 +267,7 @@ def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path
     right = shutil.copy(weights, tmp_path / "right.safetensors")
     with contextlib.closing(build(job_config, Group(), Recorded(), no_telemetry)) as job:
         write_teacher(weights, seed=12)
-        with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
+        with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large that the job") as error:
             run_job(job)
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "cache").rglob("*.arrow"))

@@ -180,7 +180,7 @@ def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path
             if restarted:
                 connections[0].kill()
                 connections[0].start()
-            with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which") as error:
+            with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large that") as error:
                 run_job(job)
         assert "\n" not in str(error.value)
         weights.write_bytes(right)

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from trainables.paced import Paced
+from trainables.throttled import Throttled
 
 
 class Clock:
@@ -23,7 +23,7 @@ def test_what_takes_long_is_done_at_most_a_tenth_of_the_time(clock: Clock) -> No
         done_s.append(clock.now_s)
         clock.now_s += 1.0
 
-    again = Paced(work)
+    again = Throttled(work)
     while clock.now_s < 30.0:
         again()
         clock.now_s += 0.25
@@ -36,7 +36,7 @@ def test_there_is_a_pause_before_each_time_and_a_limit_to_what_comes_on_top(cloc
     def work() -> None:
         clock.now_s += durations_s.pop(0)
 
-    again = Paced(work, pause_s=5.0, most_s=60.0)
+    again = Throttled(work, pause_s=5.0, max_pause_s=60.0)
     again()
     assert len(durations_s) == 3  # too early
     while durations_s:
@@ -51,7 +51,7 @@ def test_what_raised_is_done_again_after_the_pause(clock: Clock) -> None:
         clock.now_s += 100.0
         raise ConnectionResetError
 
-    again = Paced(work, pause_s=5.0)
+    again = Throttled(work, pause_s=5.0)
     clock.now_s = 5.0
     with pytest.raises(ConnectionResetError):
         again()
