@@ -64,5 +64,5 @@ def _copies(run_dir: RunDir) -> dict[str, Path]:
         return {str(name): run_dir.methods / file for name, file in index.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ExperimentError(
-            f"{run_dir.methods_index} cannot be read ({error}): put back a copy, or begin again from {run_dir.experiment}"
+            f"{run_dir.methods_index} cannot be read ({error}): restore a copy, or start again from {run_dir.experiment}"
         ) from error

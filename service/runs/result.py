@@ -199,7 +199,7 @@ def parse_result(text: str, path: Path) -> RunResult:
         return RunResult.model_validate_json(text)
     except ValidationError as error:
         damage = first_mistake(error)
-    raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin another run")
+    raise ExperimentError(f"{path} is damaged: {damage}: restore a copy, or start a new run")
 
 
 def first_mistake(error: ValidationError) -> str:

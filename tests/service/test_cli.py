@@ -382,9 +382,9 @@ def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
         ("sqlite:///", "names no file: write sqlite:////ABSOLUTE/PATH/mlflow.db"),
         ("sqlite:///{0}/none/mlflow.db", "tracking.uri: there is no folder {0}/none: create it, or choose another"),
         ("sqlite:///{0}", "tracking.uri: {0} is a folder: write the path of a file in it"),
-        ("sqlite:///{0}/text", "tracking.uri: {0}/text is no SQLite database: choose another file"),
+        ("sqlite:///{0}/text", "tracking.uri: {0}/text is not an SQLite database: choose another file"),
         ("sqlite:///{0}/text/mlflow.db", "tracking.uri: {0}/text is not a folder: choose another"),
-        ("sqlite:///{0}/pipe", "tracking.uri: {0}/pipe is no file: write the path of one"),
+        ("sqlite:///{0}/pipe", "tracking.uri: {0}/pipe is not a file: write the path of one"),
         ('"sqlite:///{0}/a\\0b"', "leave out the character NUL"),
     ],
 )
@@ -623,7 +623,7 @@ def test_a_folder_that_holds_no_run_cannot_be_gone_on_with(command: str, refuse:
         assert "events.jsonl is damaged" in refuse(command, run)
     run = begun(tmp_path / "older")
     (run / "events.jsonl").write_text('{"kind": "log", "version": 0}\n')
-    assert f"{run}/events.jsonl has format 0, and this version reads 1: begin another run" in refuse(command, run)
+    assert f"{run}/events.jsonl has format 0, and this version reads 1: start a new run" in refuse(command, run)
     run = begun(tmp_path / "wrong")
     (run / "experiment.yaml").write_text("base: digits\noptim: {lr: -1}\n")
     assert "optim.lr: must be above 0, not -1" in refuse(command, run)

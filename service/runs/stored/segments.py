@@ -86,4 +86,4 @@ def read_segments(store: ObjectStore) -> bytes | None:
         if None not in contents and end == max(each.end for each in newest):
             return b"".join(content[skip:] for content, (_, skip) in zip(contents, parts, strict=True) if content)
     missing = f"{store.uri}/{SEGMENTS} lacks what is behind byte {end} of the log of driver {newest[-1].driver}"
-    raise ExperimentError(f"{missing}: put back a copy, or begin another run")
+    raise ExperimentError(f"{missing}: restore a copy, or start a new run")
