@@ -14,7 +14,7 @@ from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.stage_times import accounted_over_sessions
+from service.runs.stages.stage_times import with_session_times
 from service.runs.trial import refused_with, run_to_end
 from trainables.process_exit import skip_exit_handlers
 from trainables.worker.epoch_reports import EpochCallback, EpochReports
@@ -60,7 +60,7 @@ def has_begun(trial: str, assignment: Assignment) -> bool:
 def run_timed(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
     """`run` a trial's stage. The outcome has the times over all sessions."""
     begin_stage(trial, assignment)
-    return accounted_over_sessions(run(assignment), assignment.events)
+    return with_session_times(run(assignment), assignment.events)
 
 
 def check_target(outcome: Outcome, target_pct: float | None) -> Outcome:
