@@ -598,7 +598,7 @@ def test_a_folder_whose_run_died_before_it_could_be_resumed_is_refused_with_how_
     run = begun(tmp_path / "run")
     (run / "events.jsonl").unlink()
     assert "holds no run" in refuse("resume", run)
-    assert "died as it began: add --continue to begin it again" in refuse("train", "digits", "--out", run)
+    assert "died while starting: add --continue to start it again" in refuse("train", "digits", "--out", run)
 
 
 def test_a_job_that_is_started_again_continues_its_run_and_no_other(

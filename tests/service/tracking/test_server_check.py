@@ -139,7 +139,7 @@ def test_an_address_where_something_else_than_mlflow_answers_is_refused(answer: 
     assert refusal(server.uri).startswith(
         f"tracking.uri: {server.uri} is not MLflow ({server.uri}/api/2.0/mlflow/experiments/get-"
     )
-    assert refusal(server.uri).endswith("write the address of an MLflow server, with its path where it has one")
+    assert refusal(server.uri).endswith("write the address of an MLflow server, with its path if it has one")
 
 
 def test_an_address_that_redirects_is_refused_as_records_would_not_follow(server: Server) -> None:

@@ -194,7 +194,7 @@ def test_files_that_cannot_be_uploaded_hold_up_no_metric_and_arrive_once_they_ca
     for _ in range(2):
         delivery = run.sync(max_failures=2)
         assert not delivery.is_complete
-        assert "metrics are sent" in delivery.message
+        assert "has the metrics but lacks" in delivery.message
         assert " lacks 3 artifacts: [Errno " in delivery.message
         assert delivery.message.endswith(f"; later, run distill sync {run.run_dir.root}")
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # one for each process

@@ -358,7 +358,7 @@ def test_a_run_that_died_as_it_began_elsewhere_is_begun_anew(s3: S3) -> None:
 def test_refusals_name_the_run_as_the_user_does(s3: S3) -> None:
     folder = run_folder(URI)
     write_atomic(folder / "experiment.yaml", b"")
-    with pytest.raises(ExperimentError, match=f"^{URI} holds a run that died as it began"):
+    with pytest.raises(ExperimentError, match=f"^{URI} holds a run that died while starting"):
         check_writable(folder.parent, folder)
     write_atomic(folder / "events.jsonl", b"")
     with pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"):
