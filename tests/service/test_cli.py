@@ -345,7 +345,7 @@ def test_a_gpu_where_there_is_none_is_refused(refuse: Refuse, monkeypatch: pytes
     [
         ("127.0.0.1:9", "no Ray at 127.0.0.1:9"),
         ("ray://127.0.0.1:9", "no Ray at ray://127.0.0.1:9"),
-        ("http://127.0.0.1:8265", "where jobs are submitted: use `distill submit`"),
+        ("http://127.0.0.1:8265", "which is for submitting jobs: use `distill submit`"),
         ("nonsense", "RAY_ADDRESS is nonsense: write HOST:PORT"),
     ],
 )
@@ -361,7 +361,7 @@ def test_a_job_without_a_dashboard_or_a_command_is_refused(refuse: Refuse, monke
     assert "give one of bench-model, cache, check-method" in refuse("submit", "dance")
     assert "did you mean digits?" in refuse("submit", "train", "digit")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
-    assert refuse("submit", "train", "digits").startswith("no job could be submitted to http://127.0.0.1:9")
+    assert refuse("submit", "train", "digits").startswith("cannot submit a job to http://127.0.0.1:9")
 
 
 def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
