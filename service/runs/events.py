@@ -41,7 +41,7 @@ FIELDS: dict[str, dict[str, type]] = {
 }
 """Kind → required fields of its events, besides `kind` and `time_ms` (unix). Events may have more, such as `trial`.
 
-`stage`, in all kinds, is the stage's folder relative to the run's, such as `student` or `trials/003/student-2`.
+`stage`, in any kind, is the stage's folder relative to the run's, such as `student` or `trials/003/student-2`.
 - `log`: `id` is unique to the log.
 - `session_begun`: has the `tags` that identify the code.
 - `result`: the fields of `RunResult` that have changed, and of `trials` only the changed rows.
