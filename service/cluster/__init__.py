@@ -1,1 +1,1 @@
-"""The Ray cluster: connected to, measured, and used from a thread of its own."""
+"""Connects to a Ray cluster or a local Ray, and knows its resources."""

@@ -1,4 +1,4 @@
-"""Connect to the Ray of RAY_ADDRESS, or start one on this machine."""
+"""Connects to the Ray of RAY_ADDRESS, or starts a local one."""
 
 import contextlib
 import logging
@@ -24,11 +24,11 @@ from trainables.rundir import expand_home, unwritable_reason
 from trainables.user_folder import user_folder
 
 MAX_SOCKET = 103 if sys.platform == "darwin" else 107
-"""Bytes of a socket's path at most."""
+"""Maximum length of a socket's path in bytes."""
 
-# Ray takes loopback as a node's address, and binds each of its servers to it, where clusters are "not supported", which is
-# its word for macOS and Windows; `_node_ip_address="127.0.0.1"` is turned into the machine's outer address. Elsewhere too
-# a Ray of our own is no cluster. Gloo and NCCL go by the interface's name.
+# Ray binds its servers to loopback only where clusters are "not supported", which it assumes on macOS and Windows; it turns
+# `_node_ip_address="127.0.0.1"` into the machine's external address. A local Ray is not a cluster on other systems either.
+# Gloo and NCCL need the interface's name.
 LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
@@ -46,13 +46,12 @@ def connect(
     is_copy: bool = False,
     instead: str = f"{SHARED_RUNS}, or s3://BUCKET/PREFIX",
 ) -> Iterator[Cluster]:
-    """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with `logical_cpus` CPUs (at least the cores, at most 4×).
+    """Connect to the cluster of `RAY_ADDRESS`, or start a local Ray with `logical_cpus` CPUs (1 to 4 times the cores).
 
-    `cache`: the folder of `teacher.cache`, where it will be written. `is_copy`: what is in `runs_root` is in an object store.
-    `instead`: what to do where nodes do not share `runs_root`.
+    `cache` is the folder of `teacher.cache` if it will be written. `is_copy` says that `runs_root` is a copy of an object store.
+    `instead` is the remedy if nodes do not share `runs_root`.
 
-    Raises ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root` and `cache`, or
-    may not write there.
+    Raises ClusterError: no Ray answers or can start, or its nodes do not all share `runs_root` and `cache` with write access.
     """
     set_ray_environment()
     check_ray_address()
@@ -61,9 +60,9 @@ def connect(
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         _start_ray(logical_cpus)
-    except SystemExit:  # Ray's own handler of SIGTERM, which it sets first of all
+    except SystemExit:  # from Ray's SIGTERM handler, which ray.init sets first
         raise KeyboardInterrupt from None
-    except Exception as error:  # all kinds: where a node takes too long to start, Ray raises just that
+    except Exception as error:  # if a node takes too long to start, Ray raises a plain Exception
         raise ClusterError(_why_no_ray(error)) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -81,24 +80,24 @@ def connect(
 
 
 def set_ray_environment() -> None:
-    """What Ray reads from the environment when it is imported or started."""
-    # A trial's end is noticed at the controller's next poll: two seconds are long for a short trial.
+    """Set the environment variables that Ray reads at import or start."""
+    # The controller notices a trial's end at its next poll: the default of 2 s is long for a short trial.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    # By default any call of Ray's starts one: after Ctrl-C, in a thread whose training was just taken from it.
+    # By default any Ray call starts a Ray, such as one in a thread whose training Ctrl-C has just ended.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if is_local():
         os.environ.update(LOOPBACK)
-        # By default Ray starts one worker per core at a time, and from four times as many on it warns on our output.
+        # By default Ray starts one worker per core at a time, and prints warnings if four times as many are waiting.
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
-        # Ray starts workers at niceness 15: whatever else a machine does would go before the training, our sender to MLflow too.
+        # Ray starts workers at niceness 15: all other processes, such as our MLflow thread, would come before training.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # A process for each trainer that asks whether a cloud is about to take a node away: seconds of a core to start.
+        # The watcher is a process per trainer that polls for preemption of cloud nodes; its start takes seconds of CPU time.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     else:
-        # By default Ray looks every 5 s whether the end of a node was announced, of which a cloud may leave 30 s.
+        # By default Ray polls every 5 s for announced node shutdowns, for which a cloud may leave only 30 s.
         os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")
-        # Ray asks twenty times, a second apart and with a line on the terminal each, also where it was refused for its token.
+        # By default Ray retries 20 times, once per second with a line on the terminal, even if its token was rejected.
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
 
 
@@ -109,22 +108,22 @@ def _start_ray(logical_cpus: int) -> None:
     if is_local():
         cores = usable_cores()
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
-        # Ray makes the folders of a session world-writable: who writes there runs code as the user of its workers.
+        # Ray makes session folders world-writable: anyone who can write there can run code as the workers' user.
         folder = user_folder(session_base()) / "ray"
         make_token()
         ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
         local_ray.watch_servers()
     else:
-        in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
+        in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # the job has brought its own code
         context = ray.init(runtime_env=None if in_job else packages(), **options)
-        if not in_job and context.dashboard_url:  # a job was submitted through it
+        if not in_job and context.dashboard_url:  # `submit` has warned for a job
             warn_if_unauthenticated(f"http://{context.dashboard_url}")
 
 
 def _job_config() -> Any:
-    """Workers import from this package's checkout, where it is in one, and not from the user's directory.
+    """Let workers import from this package's checkout, if it is in one, and not from the user's directory.
 
-    There may be a `service/` of theirs. Ray adds none of a driver's directories where its job has a working directory.
+    The user's directory may have another `service/`. Ray adds no driver directories if a job has a working directory.
     """
     from ray.job_config import JobConfig
 
@@ -135,22 +134,22 @@ def _job_config() -> Any:
 
 
 def session_base() -> str:
-    """Below which Ray's sessions lie: RAY_TMPDIR, else TMPDIR, unless sockets there would have paths that are too long."""
+    """Return the folder for Ray's sessions: RAY_TMPDIR, else TMPDIR, else /tmp if socket paths there would be too long."""
     base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     return base if "RAY_TMPDIR" in os.environ or excess_bytes(base) <= 0 else "/tmp"
 
 
 def excess_bytes(base: str) -> int:
-    """By how much the longest path of a socket of Ray's sessions below `base` is too long."""
+    """Return by how many bytes the longest socket path of a Ray session below `base` is too long."""
     session = f"raydistill-{os.getuid()}/ray/session_0000-00-00_00-00-00_000000_{os.getpid()}/sockets/dash_MetricsHead"
     return len(os.fsencode(expand_home(base) / session)) - MAX_SOCKET
 
 
 def make_token() -> None:
-    """Make Ray's token private: where there is none Ray writes one, readable as the umask says."""
+    """Create a private Ray token, or make an existing one private. Ray would create one with the permissions of the umask."""
     token = Path("~/.ray/auth_token").expanduser()
     named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-    with contextlib.suppress(OSError):  # without a home Ray has no token there either
+    with contextlib.suppress(OSError):  # without a home directory Ray has no token there either
         token.parent.mkdir(mode=0o700, exist_ok=True)
         if not token.exists() and not named and os.environ.get("RAY_AUTH_MODE", "token") == "token":
             with open(token, "x", opener=partial(os.open, mode=0o600)) as file:
@@ -161,32 +160,29 @@ def make_token() -> None:
 def _why_no_ray(error: Exception) -> str:
     reason = first_line(error).split(". ")[0]
     if is_local():
-        return f"Ray does not start on this machine: {reason}; fix that, or try again later if the machine was too busy"
+        return f"Ray does not start on this machine: {reason}; fix that, or try again later if the machine is busy"
     return (
-        f"no Ray at {os.environ['RAY_ADDRESS']}: {reason}; start one, or give its token "
+        f"no Ray at {os.environ['RAY_ADDRESS']}: {reason}; start one, or set its token "
         "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE), or unset RAY_ADDRESS to use this machine"
     )
 
 
 def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS where no server listens: Ray itself would try for minutes; without one, a RAY_TMPDIR that is too long.
-
-    Raises ClusterError.
-    """
+    """Raise ClusterError if no server listens at RAY_ADDRESS, which Ray would try for minutes, or if RAY_TMPDIR is too long."""
     if is_local():
         if (excess := excess_bytes(session_base())) > 0:
             raise ClusterError(
-                f"RAY_TMPDIR is {session_base()}, which is {excess} bytes too long for the sockets that Ray makes below it: "
-                "name a shorter folder, or unset it"
+                f"RAY_TMPDIR is {session_base()}, which is {excess} bytes too long for the sockets that Ray creates below it: "
+                "set a shorter folder, or unset it"
             )
         return
     address = os.environ["RAY_ADDRESS"]
     host, _, port = address.rpartition(":")
-    if address == "auto":  # the Ray of this machine, which Ray finds or not at once
+    if address == "auto":  # Ray on this machine, which ray.init finds at once or not at all
         return
     if address.startswith("http"):
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, where jobs are submitted: use `distill submit`, or give Ray's own address, HOST:6379"
+            f"RAY_ADDRESS is {address}, which is for submitting jobs: use `distill submit`, or set Ray's own address, HOST:6379"
         )
     if not port.isdecimal():
         raise ClusterError(f"RAY_ADDRESS is {address}: write HOST:PORT, such as 10.0.0.1:6379, or unset it to use this machine")
@@ -199,6 +195,6 @@ def check_ray_address() -> None:
 
 
 def packages() -> dict[str, list[str]]:
-    """Both packages, as a runtime environment brings them to a cluster's nodes."""
+    """Return the part of a runtime environment that copies both packages to a cluster's nodes."""
     here = Path(__file__).parents[1]
     return {"py_modules": [str(here), str(here.parent / "trainables")]}

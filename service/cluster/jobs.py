@@ -1,4 +1,4 @@
-"""Commands of ours as Ray jobs, the same as `ray job submit` would run them."""
+"""Submits `distill` commands as Ray jobs, like `ray job submit`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ POLL_INTERVAL_S = 0.5
 
 @dataclass(frozen=True)
 class Job:
-    """A `distill` command to be submitted."""
+    """A `distill` command to submit."""
 
     name: str
     arguments: tuple[str, ...]
     metadata: Mapping[str, str]
-    """What Ray's dashboard shows of the job and its run."""
+    """Shown on Ray's dashboard."""
     env_vars: Mapping[str, str]
 
 
 def dashboard_address() -> str:
-    """Where jobs are submitted to: RAY_API_SERVER_ADDRESS, an http RAY_ADDRESS, else the local dashboard."""
+    """Return where to submit jobs: RAY_API_SERVER_ADDRESS, an http RAY_ADDRESS, or else the local dashboard."""
     named = (os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
     return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
 
 def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None]) -> int:
-    """Run a job; with `follow` stream its log until it ends.
+    """Submit a job, and with `follow` stream its log until it ends.
 
-    `working_dir` is copied to the cluster: the job begins there. Returns the job's exit code (0 where it is not followed).
+    `working_dir` is copied to the cluster as the job's working directory. Returns the job's exit code, or 0 without `follow`.
 
-    Raises ClusterError: no Ray dashboard answers, or it refuses.
+    Raises ClusterError: no Ray dashboard answers, or it rejects the job.
     """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
@@ -59,12 +59,12 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
         )
     except AuthenticationError as error:
         raise ClusterError(
-            f"{address} refuses a request without its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH=FILE where the "
-            "cluster's token is not in ~/.ray/auth_token"
+            f"{address} requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH=FILE if the cluster's token is not "
+            "in ~/.ray/auth_token"
         ) from error
     except _failures() as error:
         raise ClusterError(
-            f"no job could be submitted to {address}: {first_line(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
+            f"cannot submit a job to {address}: {first_line(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
         ) from error
     warn_if_unauthenticated(address)
     echo(f"submitted {job.name}: {entrypoint}")
@@ -83,7 +83,7 @@ def submit(job: Job, working_dir: Path, follow: bool, echo: Callable[[str], None
 
 
 def _follow(client: JobSubmissionClient, job: str, echo: Callable[[str], None], log: str) -> JobDetails:
-    """Print the job's log, and wait for its end, also where the connection of the log is cut."""
+    """Print the job's log and wait until the job ends, even if the log's connection is lost."""
 
     async def stream() -> None:
         async for text in client.tail_job_logs(job):
@@ -92,14 +92,14 @@ def _follow(client: JobSubmissionClient, job: str, echo: Callable[[str], None], 
     try:
         asyncio.run(stream())
     except _failures() as error:
-        echo(f"the connection of the log was lost ({first_line(error)}), and the job keeps running; {log}")
+        echo(f"lost the connection to the log ({first_line(error)}), but the job keeps running; {log}")
     while not (details := client.get_job_info(job)).status.is_terminal():
         time.sleep(POLL_INTERVAL_S)
     return details
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What Ray's client, and the libraries that it asks the dashboard with, raise where a request fails."""
+    """Return the exceptions that Ray's client and its HTTP libraries raise if a request fails."""
     import aiohttp
 
     return RuntimeError, OSError, aiohttp.ClientError

@@ -1,6 +1,6 @@
-"""The Ray that this process has started: its servers, the threads that use it, and the end of all with the command.
+"""The local Ray that this process has started: its servers, the threads that use it, and its shutdown.
 
-While a thread uses Ray, the process may not shut it down.
+While a thread uses Ray, the process must not shut it down.
 """
 
 import contextlib
@@ -17,36 +17,33 @@ from trainables.errors import ClusterError
 from trainables.process_exit import skip_exit_handlers
 
 SERVERS = ("gcs_server", "raylet")
-"""The processes without which there is no Ray."""
+"""The processes that Ray cannot run without."""
 _servers: dict[str, psutil.Process] = {}
-"""Those of the Ray that this process has started, by name."""
+"""Server processes of the local Ray, by name."""
 _threads: list[threading.Thread] = []
-"""Those in which a command uses Ray while its caller watches."""
+"""Threads that may be using Ray."""
 
 
 class RayLostError(ClusterError):
-    """The Ray that this process has started has ended before it."""
+    """The local Ray has ended before this process."""
 
 
 def watch_servers() -> None:
-    """From now on `check_ray` and `is_lost` know of the servers that are this process's children."""
+    """Let `check_ray` and `is_lost` watch the servers among this process's children."""
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # another child, which may end at any moment
+        with contextlib.suppress(psutil.NoSuchProcess):  # another child may end at any time
             if (name := child.name()) in SERVERS:
                 _servers[name] = child
 
 
 def check_ray() -> None:
-    """Notice that a server of our own Ray has ended: Ray itself waits a minute for it, and then ends this process.
-
-    Raises RayLostError: naming the process.
-    """
+    """Raise RayLostError if a server of the local Ray has ended; Ray itself waits a minute and then ends this process."""
     if name := _dead_server():
         raise RayLostError(f"Ray has ended: its process {name} was killed or failed, perhaps out of memory")
 
 
 def is_lost() -> bool:
-    """Whether the Ray that this process has started has ended before it."""
+    """Whether the local Ray has ended before this process."""
     return _dead_server() is not None
 
 
@@ -61,7 +58,7 @@ def _dead_server() -> str | None:
 
 
 def shut_down() -> None:
-    """Disconnect from Ray, and end it where this process has started it; not while a thread uses it, see `exit_process`."""
+    """Disconnect from Ray, and stop a local one. Does nothing while a thread uses Ray, see `exit_process`."""
     import ray
 
     if not in_use():
@@ -77,21 +74,21 @@ def start_thread(target: Callable[[], None]) -> threading.Thread:
 
 
 def in_use() -> bool:
-    """Whether Ray cannot be shut down, for a caller that was interrupted or has failed: a thread uses it, or it is lost."""
+    """Whether Ray cannot be shut down because a thread uses it or it is lost."""
     return is_lost() or any(thread.is_alive() for thread in _threads)
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process with this exit code, and a Ray of its own with it.
+    """End the process with this exit code, together with its local Ray.
 
-    A process that uses Ray while it is shut down ends at once, with code 1. So nothing of Ray is shut down while the
-    thread runs: its processes are killed, each of them stopped first, since they too notice the end of another.
+    Shutting down Ray while a thread uses it would end the process at once with code 1. Then Ray's processes are killed instead,
+    after all are suspended, since each would react to the end of another.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command has its result, which a signal meanwhile must not change
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit code is final
     if not in_use():
         skip_exit_handlers()
         sys.exit(code)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # between stopping and killing it would leave the processes stopped
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it could leave the processes suspended
     children = psutil.Process().children(recursive=True)
     for end in (psutil.Process.suspend, psutil.Process.kill):
         for process in children:

@@ -1,4 +1,4 @@
-"""Independent pieces of work over the cores of this machine, or over the nodes of the Ray cluster that RAY_ADDRESS names."""
+"""Runs independent tasks on the cores of this machine, or on the Ray cluster of RAY_ADDRESS."""
 
 import contextlib
 import multiprocessing
@@ -21,11 +21,11 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal, nothing elsewhere; yields what advances it."""
+    """Show a progress bar on a terminal, and nothing elsewhere. Yields a function that advances it."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn(unit), *Progress.get_default_columns()[3:])
-    # No thread of its own: the processes that do the work are forked while the bar is shown.
+    # No refresh thread, since worker processes are forked while the bar is shown.
     with Progress(*columns, transient=True, auto_refresh=False, disable=not sys.stdout.isatty()) as shown:
         task = shown.add_task(title, total=total)
         yield lambda count: shown.update(task, advance=count, refresh=True)
@@ -34,10 +34,10 @@ def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
 def parallel_map(
     function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int, shared: Path
 ) -> Iterator[Result]:
-    """`function` of each of the arguments, in their order, by `processes` processes here, or by the cluster's CPUs.
+    """Yield `function` of each of the arguments, in order, computed by local processes or on the cluster's CPUs.
 
-    Where `function` raises, so does this, and the other calls end; DistillError where a process or a node dies. `shared` is a
-    folder that all nodes have to see.
+    `shared` is a folder that all nodes must share. Raises what `function` raises, after ending the other calls, or
+    DistillError if a process or node dies.
     """
     if not is_local():
         yield from _over_cluster(function, arguments, shared)
@@ -48,14 +48,13 @@ def parallel_map(
 
 
 def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Result]:
-    # Forked where that is safe: the pool forks all its processes before it starts a thread, and each begins at once instead of
-    # after a second of imports.
+    # Fork where it is safe: the pool forks all processes before it starts a thread, and this saves each a second of imports.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_follow_parent)
     try:
-        # Not `pool.map`: it cancels what waits as an exception passes, and Python 3.11's thread of a pool whose processes are
-        # ended then dies with a stack trace of its own, where it sets the exception of a cancelled future.
+        # Not `pool.map`, which cancels pending futures after an exception: when the processes are then killed, the pool's thread
+        # in Python 3.11 sets the exception of a cancelled future, and dies with a stack trace.
         for future in [pool.submit(function, *each) for each in arguments]:
             yield future.result()
     except BrokenProcessPool:
@@ -71,7 +70,7 @@ def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, 
 
 
 def _follow_parent() -> None:
-    """Leave Ctrl-C to the parent, and end where it ends, even if it is killed."""
+    """Leave Ctrl-C to the parent, and end when the parent ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end_with_parent() -> None:
@@ -90,7 +89,7 @@ def _over_cluster(function: Callable[..., Result], arguments: Sequence[tuple[Any
         for pending in [task.remote(*each) for each in arguments]:
             try:
                 yield ray.get(pending)
-            except ray.exceptions.RayError as error:  # after Ray's own retries: a node died, or had no memory left
+            except ray.exceptions.RayError as error:  # after Ray's own retries
                 cause = getattr(error, "cause", None)
                 if isinstance(cause, DistillError | OSError):
                     raise cause from None

@@ -1,4 +1,4 @@
-"""What a cluster has, what a job reserves, and whether the one holds the other: decided before anything starts or waits."""
+"""A cluster's resources, a job's reservation, and whether it fits, which is decided before anything starts or waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 MAX_OVERSUBSCRIPTION = 4
 HEAD = "node:__internal_head__"
-"""Ray's resource of the head node alone."""
+"""Ray's resource that only the head node has."""
 MAX_LOADER_WORKERS_ON_CPU = 8
 TRIAL_BYTES = 5 * 2**28
 """Memory of a running trial on the head node: Ray Tune's function, Ray Train's controller and their actors."""
@@ -19,34 +19,34 @@ TRIAL_BYTES = 5 * 2**28
 
 @dataclass(frozen=True)
 class Reservation:
-    """What one job reserves: `num_workers` bundles of CPUs and GPUs, each of which has to fit on one node."""
+    """A job's reservation: `num_workers` bundles of CPUs and GPUs, each of which must fit on one node."""
 
     num_workers: int
     cpus: int
     gpus: int = 0
     service: Reservation | None = None
-    """What the actors of `teacher.service` reserve, once for all jobs of a sweep."""
+    """Reservation of the `teacher.service` actors, once for all jobs of a sweep."""
     min_workers: int | None = None
-    """An elastic job continues with so few."""
+    """The fewest workers of an elastic job."""
     unit: str = "workers"
-    """What takes a bundle each."""
+    """Name of what takes a bundle, in the plural."""
 
     @property
     def total_cpus(self) -> int:
-        """With those of the service."""
+        """CPUs of all bundles, including the service's."""
         return self.num_workers * self.cpus + (self.service.total_cpus if self.service else 0)
 
     def is_as_large_as(self, other: Reservation) -> bool:
-        """Whether it has room only where the other one has."""
+        """Whether it needs at least as much as the other one of everything."""
         needs = zip((self.num_workers, self.cpus, self.gpus), (other.num_workers, other.cpus, other.gpus), strict=True)
-        return all(need >= others for need, others in needs)
+        return all(ours >= theirs for ours, theirs in needs)
 
     def bundles_on(self, node: Node) -> int:
-        """Number of bundles that fit on an empty node."""
+        """Return how many bundles fit on an empty node."""
         return int(min(node.cpus // self.cpus, node.gpus // self.gpus if self.gpus else float("inf")))
 
     def __str__(self) -> str:
-        """One bundle."""
+        """Describe one bundle."""
         return _counted(self.cpus, "CPU") + (f" and {_counted(self.gpus, 'GPU')}" if self.gpus else "")
 
 
@@ -59,12 +59,12 @@ class Node:
     gpus: float
 
     def without(self, reservation: Reservation, num_bundles: int = 1) -> Node:
-        """The node once these bundles are placed on it."""
+        """Return the node with these bundles placed on it."""
         return replace(self, cpus=self.cpus - num_bundles * reservation.cpus, gpus=self.gpus - num_bundles * reservation.gpus)
 
 
 def nodes_for_actors(nodes: Sequence[Node], reservation: Reservation) -> list[Node]:
-    """The node for each actor of the service, where it costs the fewest workers; [] where they do not all fit."""
+    """Choose a node for each actor of the service, so as to displace the fewest workers. Returns [] if they do not all fit."""
     free, service, chosen = list(nodes), reservation.service, list[Node]()
     for _ in range(service.num_workers if service else 0):
         assert service is not None
@@ -83,16 +83,16 @@ def _counted(count: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The nodes at hand. `real_cpus` is known for a Ray that we started, where logical CPUs may exceed it."""
+    """A cluster's nodes. `real_cpus` is set for a Ray that we started, whose logical CPUs may exceed it."""
 
     nodes: tuple[Node, ...]
     real_cpus: int | None = None
     head_bytes: float = float("inf")
-    """Memory that the head node has to reserve, whether in use or not."""
+    """Total memory of the head node that can be reserved."""
     autoscaled: bool = False
-    """Whether an autoscaler starts further nodes, of kinds that only it knows."""
+    """Whether an autoscaler may add nodes, of kinds that only it knows."""
     free_nodes: tuple[Node, ...] = ()
-    """The same nodes with what is not reserved, of a cluster that we are connected to."""
+    """The same nodes with their unreserved resources, if we are connected to the cluster."""
 
     @property
     def cpus(self) -> float:
@@ -104,15 +104,15 @@ class Cluster:
 
     @property
     def free(self) -> Cluster:
-        """The cluster with what is not reserved."""
+        """The cluster with its unreserved resources."""
         return replace(self, nodes=self.free_nodes)
 
     def max_workers(self, reservation: Reservation) -> int:
-        """How many of its workers fit on the empty cluster, each on one node, in addition to its service."""
+        """Return how many workers of a reservation fit on the empty cluster next to its service."""
         return sum(reservation.bundles_on(node) for node in self._nodes_for_workers(reservation))
 
     def _nodes_for_workers(self, reservation: Reservation) -> list[Node]:
-        """The nodes without what the service takes; none where it does not fit."""
+        """Return the nodes with the service placed on them, or [] if it does not fit."""
         service = reservation.service
         if service is None:
             return list(self.nodes)
@@ -120,7 +120,7 @@ class Cluster:
         return [node.without(service, actors[node.node_id]) for node in self.nodes] if actors else []
 
     def refusal(self, reservation: Reservation) -> str | None:
-        """Why it would not even fit on the empty cluster, if it does not and no autoscaler may add nodes for it."""
+        """Return why a reservation does not fit even on the empty cluster. None if it fits, or an autoscaler may add nodes."""
         workers, service = self.max_workers(reservation), reservation.service
         needed = reservation.min_workers or reservation.num_workers
         if workers >= needed or self.autoscaled:
@@ -134,24 +134,24 @@ class Cluster:
         return f"{needed} {reservation.unit} of {reservation} each{actors} do not fit: {room}"
 
     def _sizes(self, of: Node | Cluster) -> str:
-        """CPUs and GPUs of a node or of all; of a Ray of our own also the cores that the CPUs stand for."""
+        """Describe the CPUs and GPUs of a node or cluster, and the real cores behind a local Ray's CPUs."""
         cpus = _counted(of.cpus, "CPU")
         if self.real_cpus is not None and self.cpus > self.real_cpus:
             cpus = f"{_counted(self.real_cpus, 'core')} (counted as {cpus})"
         return f"{cpus} and {_counted(of.gpus, 'GPU')}"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:
-        """How many such jobs may run at a time, at most `limit`: so few that none waits on another's bundles for ever.
+        """Return how many such jobs may run at a time, at most `limit`.
 
-        And so few that the head node has memory for them.
+        Their bundles must all fit, or jobs could wait for each other forever, and so must their memory on the head node.
         """
         return max(1, min(limit, self.max_workers(reservation) // reservation.num_workers, self._trials_on_head))
 
     def trial_resources(self) -> dict[str, float]:
-        """What the function of a trial reserves of the head node, where it waits for its workers, which reserve what they use.
+        """Return what a trial's function reserves on the head node, where it waits for its workers.
 
-        Ray Tune wants it to reserve something; a grain of the head costs no CPU that a trial may need. The memory is that of
-        all that a trial has there, so that the sweeps of several people do not fill it; all of it where a head has less.
+        Ray Tune requires some reservation; a fraction of the head resource takes no CPU from trials. The memory covers all of
+        a trial's processes there, so that several users' sweeps do not exhaust it, or is all that a smaller head has.
         """
         memory = {} if self.head_bytes == float("inf") else {"memory": int(min(TRIAL_BYTES, self.head_bytes))}
         return {HEAD: 0.001, **memory}
@@ -161,9 +161,9 @@ class Cluster:
         return int(min(self.head_bytes, sys.maxsize) // TRIAL_BYTES)
 
     def hardware(self, use_gpu: bool, cpus_per_worker: int) -> dict[str, float]:
-        """The nodes that workers run on, as a model of a step's time sees them.
+        """Describe the nodes that workers run on, for models of the step time.
 
-        `slots_per_node` is how many workers fill a node: its GPUs, or without them the real cores that workers compute on.
+        `slots_per_node` is how many workers fill a node: one per GPU, or without GPUs as many as its real cores allow.
         """
         nodes = [node for node in self.nodes if node.gpus or not use_gpu] or self.nodes
         cores = float(self.real_cpus if self.real_cpus is not None else max(node.cpus for node in nodes))
@@ -176,12 +176,12 @@ class Cluster:
 
 
 def is_local() -> bool:
-    """Whether we start a Ray of our own; otherwise `RAY_ADDRESS` names the cluster."""
+    """Whether we start a local Ray; otherwise `RAY_ADDRESS` names the cluster."""
     return os.environ.get("RAY_ADDRESS", "local") in ("", "local")
 
 
 def local_capacity() -> Cluster:
-    """What a Ray that we start here could offer at most, without starting it."""
+    """Return the most that a local Ray could offer, without starting it."""
     from trainables.metrics.telemetry import open_gpus, usable_cores
 
     cores = usable_cores()
@@ -189,15 +189,15 @@ def local_capacity() -> Cluster:
 
 
 def auto_loader_workers(cluster: Cluster, num_workers: int, cpus_per_worker: int, *, use_gpu: bool) -> int:
-    """Decode threads per worker for `data.loader_workers: auto`, at least 1: what its share of the real cores leaves.
+    """Return the decode threads per worker for `data.loader_workers: auto`: a worker's share of the real cores, at least 1.
 
-    With GPUs each of these has the same share, whether this job uses it or another one does. Without them training itself
-    needs the cores, and more threads than a few would only keep them from other trials.
+    With GPUs, the cores are shared equally among all GPUs, whether this job uses them or not. Without GPUs, training itself
+    needs the cores, so the number of threads is limited.
     """
     nodes = cluster.nodes if cluster.real_cpus is None else (Node("local", cluster.real_cpus, cluster.gpus),)
     shares = max(num_workers, int(cluster.gpus)) if use_gpu else num_workers
-    most = int(max(node.cpus for node in nodes)) if use_gpu else MAX_LOADER_WORKERS_ON_CPU
-    for threads in range(most, 1, -1):
+    max_threads = int(max(node.cpus for node in nodes)) if use_gpu else MAX_LOADER_WORKERS_ON_CPU
+    for threads in range(max_threads, 1, -1):
         bundle = Reservation(shares, cpus_per_worker + threads, int(use_gpu))
         if sum(bundle.bundles_on(node) for node in nodes) >= shares:
             return threads
@@ -205,15 +205,12 @@ def auto_loader_workers(cluster: Cluster, num_workers: int, cpus_per_worker: int
 
 
 def use_gpu(scale_use_gpu: bool | Literal["auto"], cluster: Cluster) -> bool:
-    """Whether workers get a GPU each: as set, or wherever the cluster has any."""
+    """Whether each worker gets a GPU: as set, or for `auto` if the cluster has any."""
     return cluster.gpus > 0 if scale_use_gpu == "auto" else scale_use_gpu
 
 
 def living_nodes(cores: int | None = None) -> Cluster:
-    """The cluster that this process is connected to, without the nodes that have died or are about to.
-
-    `cores`: see `Cluster.real_cpus`.
-    """
+    """Return the connected cluster, without nodes that have died or are about to. For `cores` see `Cluster.real_cpus`."""
     from trainables.worker.ray_nodes import usable_nodes
 
     found = usable_nodes()

@@ -1,4 +1,4 @@
-"""Whether all nodes of the cluster share a folder and may write there."""
+"""Checks whether all nodes of the cluster share a folder and can write to it."""
 
 import os
 import uuid
@@ -9,11 +9,11 @@ from trainables.errors import ClusterError
 
 
 def check_shared(folder: Path, name: str, instead: str, *, read_only: bool = False) -> None:
-    """Refuse a folder that some node does not share or cannot write: what is written there would be lost.
+    """Refuse a folder that some node does not share or cannot write to, where files would be lost.
 
-    `name`: what the folder is called; `instead`: what to do about it; `read_only`: nothing will be written, it has to exist.
+    Messages call the folder `name` and end with the remedy `instead`. With `read_only` it only has to exist on all nodes.
 
-    Raises ClusterError: naming the node.
+    Raises ClusterError: names the node.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -26,24 +26,24 @@ def check_shared(folder: Path, name: str, instead: str, *, read_only: bool = Fal
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
 
-    def look(path: str) -> tuple[bool, bool]:
+    def access(path: str) -> tuple[bool, bool]:
         return os.path.exists(path), os.access(os.path.dirname(path), os.W_OK | os.X_OK)
 
     try:
-        looks = [
-            ray.remote(look)
+        answers = [
+            ray.remote(access)
             .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
             .remote(str(probe))
             for node in others
         ]
-        for node, found_there in zip(others, looks, strict=True):
+        for node, answer in zip(others, answers, strict=True):
             where = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
             try:
-                found, writable = ray.get(found_there, timeout=60)
+                found, writable = ray.get(answer, timeout=60)
             except ray.exceptions.RayError as error:
                 if node["NodeID"] not in {now.node_id for now in living_nodes().nodes}:
                     continue  # it has just died
-                raise ClusterError(f"{where} does not answer: take it out of the cluster, or wait until Ray has") from error
+                raise ClusterError(f"{where} does not answer: remove it from the cluster, or wait until Ray does") from error
             if not found:
                 raise ClusterError(f"{name} is not shared: {where} does not see it; {instead}")
             if not writable and not read_only:

@@ -1,6 +1,6 @@
-"""What a run loses its time to: a row per cause, with when it applies, what a step saves without it, and the words for it.
+"""The causes of lost time: one row per cause, with its condition, what a step saves without it, and its texts.
 
-Gains follow from the effects, see `step_model`. Causes that need more than a row have a function each, see `RULES`.
+Gains follow from the effects, see `step_model`. Causes that need more than a row are functions, see `RULES`.
 """
 
 import math
@@ -13,14 +13,14 @@ from service.doctor.evidence import MIN_GAIN_PCT, Evidence
 from service.doctor.step_model import Cause, Effect, Finding, late_ms, ranked, slowest_part_ms
 
 BUSY_PCT = 85.0
-"""A node whose cores are busier has none for more threads."""
+"""If a node's cores are busier than this, it has none for more threads."""
 MAX_THREADS, MAX_PREFETCH = 32, 16
-NEARLY = 1.02
-"""The fewest loader threads are proposed with which a step takes at most so many times as long as with any number."""
+MAX_SLOWDOWN = 1.02
+"""The fewest loader threads are proposed whose step takes at most this many times as long as the fastest."""
 
 
 class Row(NamedTuple):
-    """A cause as functions of the evidence."""
+    """A cause, defined by functions of the evidence."""
 
     name: str
     applies: Callable[[Evidence], bool]
@@ -33,13 +33,13 @@ class Row(NamedTuple):
 
 
 def findings(e: Evidence) -> list[Finding]:
-    """All causes of a run that are worth a finding, the largest gain first."""
+    """Return the findings of a run, largest gain first."""
     e = over_time.as_in_last_third(e)
     return ranked(e, causes(e))
 
 
 def causes(e: Evidence) -> list[Cause]:
-    """All causes that apply, whatever they gain."""
+    """Return all causes that apply, whatever their gain."""
     return [cause for rule in (*(row.cause for row in ROWS), *RULES) if (cause := rule(e)) is not None]
 
 
@@ -47,25 +47,25 @@ def causes(e: Evidence) -> list[Cause]:
 
 
 def prefetch_threads(e: Evidence) -> int:
-    """The fewest threads with which a step is nearly as fast as with any number."""
+    """Return the fewest loader threads whose step is nearly as fast as with the best number."""
     took_ms = {threads: slowest_part_ms(e, Effect(threads=threads)) for threads in range(1, MAX_THREADS + 1)}
-    return min(threads for threads, ms in took_ms.items() if ms <= NEARLY * min(took_ms.values()))
+    return min(threads for threads, ms in took_ms.items() if ms <= MAX_SLOWDOWN * min(took_ms.values()))
 
 
 def supplied(e: Evidence, image_ms: float) -> Effect:
-    """A loader whose threads spend so much less per image; the same share of waiting for late batches goes too."""
+    """Return the effect of loader threads that take `image_ms` less per image. Waits for late batches shrink in proportion."""
     share, batch_ms = image_ms / e.loader.image_ms, e.typical.loader_batch_ms
-    loading_ms = e.supply_ms if batch_ms is None else min(e.supply_ms, batch_ms)  # without threads a step hands out batches, too
+    loading_ms = e.supply_ms if batch_ms is None else min(e.supply_ms, batch_ms)  # without threads, supply is more than loading
     return Effect(supply_ms=share * loading_ms, beyond_ms=share * late_ms(e))
 
 
 def is_loading(e: Evidence) -> bool:
-    """Whether the time of loader threads is recorded, and explains what a step waits for."""
+    """Whether the loader threads' time is recorded, and explains the wait for images."""
     return e.loader.is_recorded and not e.is_late
 
 
 def wait_text(e: Evidence) -> str:
-    """How much of a step the wait is; of a loader that is faster, how near it is to being the slower one."""
+    """Say how long a step waits for images, or if it does not, how long the loader takes for a batch."""
     if e.waits_for_data:
         return f"{e.data_wait_ms:.1f} of a step's {e.step_ms:.1f} ms wait for images"
     return f"a batch takes the loader {e.supply_ms:.1f} of a step's {e.step_ms:.1f} ms"
@@ -75,18 +75,18 @@ def thread_text(e: Evidence, ms: float, what: str) -> str:
     return f"{wait_text(e)}: a loader thread takes {e.loader.image_ms:.2f} ms per image, {ms:.2f} of it {what}"
 
 
-def more_threads(e: Evidence, most: int = MAX_THREADS) -> str:
-    """The loader workers with which the step would not wait."""
-    threads = min(most, math.ceil(max(1, e.loader_workers) * e.step_ms / max(e.work_ms, 1e-9)))
+def more_threads(e: Evidence, max_threads: int = MAX_THREADS) -> str:
+    """Propose enough loader workers that a step does not wait."""
+    threads = min(max_threads, math.ceil(max(1, e.loader_workers) * e.step_ms / max(e.work_ms, 1e-9)))
     return f"--set data.loader_workers={max(threads, e.loader_workers + 1)}"
 
 
 def faster_decoding(e: Evidence) -> str:
-    """More threads as far as there are cores for them; cheaper images."""
+    """Propose more threads if there are cores for them, and cheaper images."""
     cheaper = "cheaper images (distill pack --max-side or --raw)"
-    most = int(e.cores / e.num_workers) if e.cores else MAX_THREADS  # threads that compute need a core each
-    crowded = e.cores_busy_pct >= BUSY_PCT or e.loader.core_wait_ms > e.loader.cpu_ms or most <= e.loader_workers
-    return f"{cheaper}: cores are {e.cores_busy_pct:.0f}% busy" if crowded else f"{more_threads(e, most)}, or {cheaper}"
+    max_threads = int(e.cores / e.num_workers) if e.cores else MAX_THREADS  # decoding threads need a core each
+    crowded = e.cores_busy_pct >= BUSY_PCT or e.loader.core_wait_ms > e.loader.cpu_ms or max_threads <= e.loader_workers
+    return f"{cheaper}: cores are {e.cores_busy_pct:.0f}% busy" if crowded else f"{more_threads(e, max_threads)}, or {cheaper}"
 
 
 def decoding(e: Evidence) -> str:
@@ -114,10 +114,10 @@ def supply_is_all(e: Evidence) -> Effect:
 
 
 def uneven_ms(e: Evidence) -> float:
-    """What even the rank that waits least waits for others; 0 where that does not stand out of what it varies by."""
+    """Return how long even the rank that waits least waits for others, or 0 if that is within the noise."""
     known = [(rank.waits_for_ranks_ms, rank.allreduce_wait_error_ms or 0.0) for rank in e.ranks]
     waits_ms, error_ms = min(((ms, error_ms) for ms, error_ms in known if ms is not None), default=(0.0, 0.0))
-    return waits_ms if waits_ms >= straggler.SURE * error_ms else 0.0
+    return waits_ms if waits_ms >= straggler.MIN_STANDARD_ERRORS * error_ms else 0.0
 
 
 def fewer_all_reduces(e: Evidence) -> str:
@@ -126,12 +126,12 @@ def fewer_all_reduces(e: Evidence) -> str:
 
 
 def bubble_ms(e: Evidence) -> float:
-    """What every stage waits. With m micro-batches of work W in p stages it is (p - 1)·W/m (Huang et al. 2019, GPipe)."""
+    """Return how long every stage waits: (p - 1)·W/m for m micro-batches of work W in p stages (Huang et al. 2019, GPipe)."""
     return min(rank.bubble_ms + rank.receive_ms for rank in e.ranks)
 
 
 def by_stage_ms(e: Evidence) -> list[float]:
-    """What each pipeline stage computes in a step."""
+    """Return each pipeline stage's computing time per step."""
     return [fmean(map(e.computing_ms, e.ranks[stage :: e.pipeline_stages])) for stage in range(e.pipeline_stages)]
 
 
@@ -150,12 +150,12 @@ def cheaper_teacher(e: Evidence) -> str:
 
 
 def enough_actors(teacher_ms: float, rest_ms: float) -> int:
-    """The fewest actors that compute a step's requests in the time of the rest of the step."""
+    """Return the fewest actors that compute a step's requests within the rest of the step."""
     return max(1, math.ceil(teacher_ms / max(rest_ms, 1e-9) - 1e-9))
 
 
 def actors_for_no_wait(e: Evidence) -> int:
-    """All present actors are busy all the time: m of them need m·T for a step's requests."""
+    """Return how many actors avoid waits. The present m are always busy, so a step's requests take m·T of actor time."""
     return enough_actors((e.teacher_actors or 1) * e.step_ms, e.step_ms - e.service_ms)
 
 
@@ -173,13 +173,13 @@ def more_actors(e: Evidence) -> str:
 
 
 def evaluate_every(e: Evidence) -> int:
-    """How many times as seldom evaluations take no more than 5% of an epoch, within the run's epochs."""
+    """Return the factor by which evaluations must be rarer to take at most 5% of an epoch, within the run's epochs."""
     every = max(2, math.ceil(e.eval_s / (MIN_GAIN_PCT / 100 * e.epoch_steps_s)))
     return every if e.num_epochs is None else min(every, max(1, e.num_epochs // e.evaluate_every))
 
 
 def evaluation_forward_s(e: Evidence) -> float:
-    """The student's forward on the validation images."""
+    """Return the time of the student's forward on the validation images."""
     return e.val_images / e.num_workers * e.typical.student_ms / e.rank_batch / 1e3
 
 
@@ -195,7 +195,7 @@ def fewer_evaluations(e: Evidence) -> str:
 
 
 def outside(e: Evidence, seconds: float) -> Effect:
-    """Without so many seconds of the run between its steps."""
+    """Return the effect of saving this many seconds of the run outside its steps."""
     return Effect(outside_ms=e.step_ms * seconds / e.clock.train_s)
 
 

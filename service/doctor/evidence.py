@@ -1,4 +1,4 @@
-"""A run as its records show it, and what follows from them: what steps wait for, their supply and their work."""
+"""The recorded numbers of a run, and what follows from them: its steps' waits, supply of images and work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,9 +12,9 @@ Item = TypeVar("Item")
 MIN_GAIN_PCT = 5.0
 """A predicted gain below this is not worth a finding."""
 KEEPS_UP = 0.5
-"""A loader whose threads are busy for less than this part of a step supplies enough; single batches may still be late."""
+"""A loader whose threads are busy for less than this share of a step is fast enough; single batches may still be late."""
 MIN_SWAP_MIB_PER_S = 1.0
-"""Memory that comes back from swap space faster than this is memory that the training uses."""
+"""At a higher rate of reads from swap space, the training itself is swapping."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,25 @@ class Evidence:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the work is done by GPUs, which a CPU launches."""
+        """Whether GPUs do the work, launched by the CPU."""
         return bool(self.gpus) or self.peak_memory_mib is not None
 
     @property
     def rank_batch(self) -> float:
-        """Images of one rank's step."""
+        """Images per step of one rank."""
         return self.global_batch * self.pipeline_stages / self.num_workers
 
     @property
     def micro_batch(self) -> int:
-        """Images of one rank's forward pass."""
+        """Images per forward pass of one rank."""
         return max(1, int(self.rank_batch) // (self.accumulate * self.micro_batches))
 
     @cached_property
     def typical(self) -> RankTimes:
-        """The median rank, number by number (the lower one of two): a step without its slowest ranks."""
+        """The median over ranks of each number (the lower of two), which leaves out the slowest ranks."""
 
         def middle(name: str) -> Any:
-            # Of pipeline stages only the first ones have a loader.
+            # Only first pipeline stages have a loader.
             ranks = self.ranks[:: self.pipeline_stages] if name == "data_ms" else self.ranks
             known = [value for rank in ranks if (value := getattr(rank, name)) is not None]
             return median_low(known) if known else None
@@ -91,18 +91,18 @@ class Evidence:
 
     @property
     def in_series(self) -> bool:
-        """Whether a step first loads its images, then computes. A GPU computes while its host's thread loads."""
+        """Whether a step first loads its images and then computes. A GPU computes while its host's thread loads."""
         return not self.loader_workers and not self.on_gpu
 
     @property
     def data_wait_ms(self) -> float:
-        """What a step waits for its loader's threads; without any, for its own thread to load a batch."""
+        """How long a step waits for its loader threads, or without any, for its own thread to load a batch."""
         step = self.typical
         known = step.loader_wait_ms if self.loader_workers else None
         return step.data_ms if known is None else min(step.data_ms, known)
 
     def is_worth_it(self, ms: float) -> bool:
-        """Whether so much of a step is worth a finding."""
+        """Whether saving `ms` of a step is worth a finding."""
         return 100 * ms >= MIN_GAIN_PCT * self.step_ms
 
     @property
@@ -111,20 +111,20 @@ class Evidence:
 
     @property
     def is_late(self) -> bool:
-        """Whether a step waits for its loader though that has time to spare: for single batches."""
+        """Whether a step waits for single late batches of a loader that is fast enough on average."""
         batch_ms = self.typical.loader_batch_ms
         return bool(self.loader_workers) and self.waits_for_data and batch_ms is not None and batch_ms < KEEPS_UP * self.step_ms
 
     @property
     def supply_ms(self) -> float:
-        """The least time between two batches that every rank's loader can deliver: ranks wait for the slowest."""
+        """The shortest time between two batches of the slowest rank's loader, for which all ranks wait."""
         return max(map(self.supply_of, self.ranks))
 
     def supply_of(self, rank: RankTimes) -> float:
-        """The least time between two batches of one rank's loader.
+        """Return the shortest time between two batches of one rank's loader.
 
-        Before a run has ended it is not recorded: the loader of a rank that waits for images is as slow as the step then, but for
-        what the rank waits less than others.
+        It is recorded at the end of a run. Before that, the loader of the rank that waits longest for images is taken to be as
+        slow as the step, and others' to be faster by the difference in their waits.
         """
         if self.in_series:
             return rank.data_ms
@@ -135,7 +135,7 @@ class Evidence:
 
     @property
     def copy_ms(self) -> float:
-        """The least time between two batches that the copy to a GPU, which goes on during the step, can deliver."""
+        """The shortest time between two batches of the copy to a GPU, which overlaps the step."""
         if not self.on_gpu:
             return 0.0
         if self.copy_batch_ms is not None:
@@ -144,12 +144,12 @@ class Evidence:
 
     @property
     def service_ms(self) -> float:
-        """What a step waits for the teacher's service."""
+        """How long a step waits for the teacher's service."""
         return self.typical.teacher_ms if self.teacher_actors is not None else 0.0
 
     @property
     def outside_ms(self) -> float:
-        """Evaluations, checkpoints, reports: milliseconds of them for each step. 0 of a timing run, which has none."""
+        """Milliseconds per step of evaluations, checkpoints and reports; 0 in a timing run, which has none."""
         if self.clock.train_s > 0:
             return self.step_ms * (self.clock.wall_s / self.clock.train_s - 1)
         return 1e3 * self.eval_s / self.steps_per_epoch if self.steps_per_epoch else 0.0
@@ -167,17 +167,17 @@ class Evidence:
 
     @property
     def work_ms(self) -> float:
-        """A step that never waits for images: the slowest rank's computing, and the all-reduce."""
+        """The time of a step that never waits for images: the slowest rank's computing, and the all-reduce."""
         return min(self.step_ms, max(map(self.computing_ms, self.ranks)) + (self.exposed_ms or 0.0))
 
     @property
     def compute_ms(self) -> float:
-        """The models' own work in a step: forward of both, loss, backward."""
+        """The models' work in a step: both forward passes, loss and backward."""
         backward_ms = min(map(self.own_backward_ms, self.ranks))
         return self.typical.teacher_ms - self.service_ms + self.typical.student_ms + backward_ms
 
     def computing_ms(self, rank: RankTimes) -> float:
-        """What a rank does in a step without waiting for images or for others."""
+        """Return a rank's time per step without waits for images or other ranks."""
         handling_ms = 0.0
         if self.loader_workers and rank.loader_wait_ms is not None:  # the step's own thread hands batches out
             handling_ms = max(0.0, rank.data_ms - rank.loader_wait_ms)
@@ -186,9 +186,8 @@ class Evidence:
         return before_ms + passes_ms + rank.optimizer_ms + rank.rest_ms
 
     def own_backward_ms(self, rank: RankTimes) -> float:
-        """A rank's backward without its waits. Ranks wait for the slowest, so none computes longer than the least takes.
-
-        Pipeline stages have work of their own, and their waits are the bubble.
+        """Return a rank's backward without its waits. Ranks wait for the slowest, so none computes longer than the
+        shortest backward. In a pipeline, stages differ in work, and waits count as the bubble.
         """
         if self.pipeline_stages > 1:
             return rank.backward_ms
@@ -196,10 +195,10 @@ class Evidence:
         return min(shortest_ms, rank.backward_ms - (rank.allreduce_wait_ms or 0.0))
 
     def own_student_ms(self, rank: RankTimes) -> float:
-        """A rank's forward without its wait for rank 0, which broadcasts its batch statistics as forward begins.
+        """Return a rank's forward without its wait for rank 0, which broadcasts its batch statistics when forward begins.
 
-        Rank 0 is later than this one in the mean by the difference of what comes before, and, where it waits for images that
-        come now sooner and now later, in single steps by as much again as those waits explain. See `own_backward_ms`.
+        On average rank 0 is later by the difference of their times before forward. If its waits for images vary, it may be
+        later in single steps by up to the length of these waits. See also `own_backward_ms`.
         """
         if self.pipeline_stages > 1:
             return rank.student_ms
@@ -212,7 +211,7 @@ class Evidence:
 
     @property
     def cores(self) -> float | None:
-        """CPU cores of all nodes, where they are recorded."""
+        """CPU cores of all nodes, or None if not recorded."""
         known = [node.cpu_cores for node in self.nodes if node.cpu_cores is not None]
         return sum(known) if known and len(known) == len(self.nodes) else None
 
@@ -223,26 +222,26 @@ class Evidence:
 
     @property
     def swap_mib_per_s(self) -> float:
-        """What the node that swaps most reads back."""
+        """Rate of reads from swap space of the node that swaps most."""
         return max((node.swap_in_mib_per_s or 0.0 for node in self.nodes), default=0.0)
 
     @property
     def swaps(self) -> bool:
-        """Whether a node's memory is too small for what runs on it."""
+        """Whether a node is short of memory."""
         return self.swap_mib_per_s > MIN_SWAP_MIB_PER_S
 
     @property
     def gpus_busy_pct(self) -> float | None:
-        """GPU utilization, in the last third of the epochs where these are recorded."""
+        """Mean GPU utilization, over the last third of the epochs if they are recorded."""
         uses = [gpu for epoch in last_third(self.epochs) for gpu in epoch.gpus] or self.gpus
         known = [gpu.util_pct for gpu in uses if gpu.util_pct is not None]
         return fmean(known) if known else None
 
     @property
     def idle_share(self) -> float:
-        """The part of what ranks compute in which their GPUs are idle; 0 where that is not recorded.
+        """The share of ranks' computing time in which their GPUs are idle, or 0 if not recorded.
 
-        A GPU that waits for other ranks is busy, with NCCL's kernel; one that waits for images or a teacher's service is not.
+        A GPU that waits for other ranks counts as busy with NCCL's kernel; one that waits for images or a service does not.
         """
         if self.gpus_busy_pct is None:
             return 0.0
@@ -251,12 +250,12 @@ class Evidence:
         return min(1.0, max(0.0, 1 - kernels_ms / computing_ms)) if computing_ms > 0 else 0.0
 
     def node_of(self, rank: int) -> int | None:
-        """The node of a rank, where it is known."""
+        """Return a rank's node, or None if unknown."""
         if len(self.rank_nodes) == self.num_workers:
             return self.rank_nodes[rank]
         return 0 if len(self.nodes) == 1 else None
 
 
 def last_third(epochs: Sequence[Item]) -> Sequence[Item]:
-    """The last third, one at least."""
+    """Return the last third, at least one item."""
     return epochs[-max(1, len(epochs) // 3) :]

@@ -1,43 +1,43 @@
-"""Steps whose batch is too small, or whose host is too slow, to keep their device busy."""
+"""Finds steps whose batch is too small, or whose host is too slow, to keep the device busy."""
 
 import math
 
 from service.doctor.evidence import MIN_GAIN_PCT, Evidence
 from service.doctor.step_model import Cause, Effect
 
-FITS = 0.9
+MAX_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that a larger batch may take."""
 MAX_TIMES = 64
-"""How many times larger a batch may be proposed to be."""
-NEARLY = 0.97
-"""The smallest batch is proposed that saves at least this part of the most that any saves."""
+"""Largest factor by which a larger batch is proposed."""
+MIN_SHARE_OF_BEST = 0.97
+"""The smallest batch is proposed that saves at least this share of the best one's saving."""
 GRAPHS = ("reduce-overhead", "max-autotune")
-"""The values of `train.compile` with which models are launched as CUDA graphs."""
+"""Values of `train.compile` that launch models as CUDA graphs."""
 COMPILE = "--set train.compile=reduce-overhead, which launches models as CUDA graphs"
 
 
 def room_in_memory(e: Evidence) -> float:
-    """How many times as large a micro-batch fits into the GPUs' memory."""
-    return FITS * e.gpu_memory_mib / e.peak_memory_mib if e.peak_memory_mib and e.gpu_memory_mib else float(MAX_TIMES)
+    """Return the factor by which a micro-batch can grow within the GPUs' memory."""
+    return MAX_MEMORY_SHARE * e.gpu_memory_mib / e.peak_memory_mib if e.peak_memory_mib and e.gpu_memory_mib else float(MAX_TIMES)
 
 
 def max_times(e: Evidence) -> float:
-    """How many times as large a batch may be: by the number of training images, and by the GPUs' memory."""
+    """Return the factor by which the batch can grow, limited by the number of training images and the GPUs' memory."""
     by_images = e.train_images / e.global_batch if e.train_images is not None else math.inf
     by_failure = e.out_of_memory_images / e.micro_batch / 2 if e.out_of_memory_images is not None else math.inf
     return min(MAX_TIMES, room_in_memory(e), by_images, by_failure)
 
 
 def launch_bound(e: Evidence) -> Cause | None:
-    """A batch so small that much of a step is spent on what any batch costs, or a host that keeps its GPU waiting.
+    """Find a batch so small that fixed costs dominate the step, or a host that keeps its GPU waiting.
 
-    A GPU works while the host launches what comes next, T = max(launching, kernels). A batch k times as large is launched once
-    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where passes on larger
-    batches were timed, T' is by those.
+    A GPU works while the host launches the next kernels, so T = max(launching, kernels). A k times larger batch needs 1/k of the
+    launches per image: T' = max(launching/k, kernels), with the kernels' time taken as the GPUs' busy share of T. If passes on
+    larger batches were timed, T' follows from those.
 
-    Where a single image takes half as long as the batch, launching is the longer one: a batch cut into micro-batches that would
-    fit into memory as one is fixed first, then comes a larger batch, and where none is possible torch.compile.
-    Where a single image is much faster, or models are launched as CUDA graphs, something else delays the host.
+    If a single image takes at least half as long as the batch, launching dominates. Then fewer micro-batches are proposed if
+    they fit into memory, else a larger batch, else torch.compile. If a single image is much faster, or models are launched as
+    CUDA graphs, something else delays the host.
     """
     computing_ms = e.work_ms - (e.exposed_ms or 0.0) - e.service_ms
     idle_ms, one_image_ms = e.idle_share * computing_ms, e.one_image_ms
@@ -68,7 +68,7 @@ def launch_bound(e: Evidence) -> Cause | None:
         bf16 = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
         change = f"no larger batch is possible: {compiled}{bf16}or other runs on the same GPU at the same time"
         return Cause("launch-bound", few, change, Effect(work_ms=idle_ms)) if e.on_gpu else None
-    times = min(times for times, saved in saved_ms.items() if saved >= NEARLY * max(saved_ms.values()))
+    times = min(times for times, saved in saved_ms.items() if saved >= MIN_SHARE_OF_BEST * max(saved_ms.values()))
     if not e.on_gpu:
         few = f"the same images in a larger batch take {saved_ms[times]:.1f} of a step's {e.step_ms:.1f} ms less: {few}"
     is_worth_it = 100 * saved_ms[times] >= MIN_GAIN_PCT * e.step_ms
@@ -79,9 +79,9 @@ def launch_bound(e: Evidence) -> Cause | None:
 
 
 def saved_by_times_ms(e: Evidence, computing_ms: float, idle_ms: float) -> dict[int, float]:
-    """What a step saves, by how many times as large a batch may be: by passes timed on larger ones, or by the GPUs' idle time.
+    """Return what a step saves per factor of the batch, from passes timed on larger batches, or from the GPUs' idle time.
 
-    One optimizer step, and what lies in no phase, are needed for all images of a larger batch.
+    A larger batch still needs only one optimizer step, and the time outside all phases only once.
     """
     possible, now_ms = max_times(e), e.passes_ms.get(e.micro_batch)
     found = [images // e.micro_batch for images in e.passes_ms if not images % e.micro_batch]

@@ -1,4 +1,4 @@
-"""What a part of a step costs, measured: the same steps are timed again without it."""
+"""Measures what a part of a step costs by timing the same steps again without it."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ DESCRIPTIONS: dict[StepPart, str] = {
 
 
 def parts_of(experiment: Experiment) -> tuple[StepPart, ...]:
-    """The parts that steps of the experiment have, and can be timed without."""
+    """Return the parts of the experiment's steps that can be left out of a timing."""
     teacher = experiment.teacher
     runs_teacher = bool(experiment.all_teachers) and needs_teacher(experiment.distill, ())
     has: dict[StepPart, bool] = {
@@ -29,18 +29,20 @@ def parts_of(experiment: Experiment) -> tuple[StepPart, ...]:
         "teacher": runs_teacher and (teacher is None or teacher.placement != "sharded"),
         "allreduce": experiment.scale.num_workers > experiment.scale.pipeline_stages,
     }
-    return tuple(part for part, is_there in has.items() if is_there)
+    return tuple(part for part, is_present in has.items() if is_present)
 
 
 def step_ms_without(part: StepPart, experiment: Experiment, run_dir: RunDir) -> float:
-    """The milliseconds of a typical step of the student's stage `Assignment.without` it."""
+    """Return the milliseconds of a typical step in the student's stage without `part`, see `Assignment.without`."""
     (summary,) = read_log(run_dir).of_stage(f"student-without-{part}", "summary")
     return evidence_of(experiment, summary["metrics"]).step_ms
 
 
 def measured_lines(e: Evidence, steps_ms: Mapping[StepPart, float]) -> list[str]:
-    """A line for each part: a step's time without it, and the one predicted from the steps that have it. What a repetition
-    differs in shows how far the others can be trusted."""
+    """Return a line per part with a step's measured and predicted time without it.
+
+    The line for "nothing" repeats the same steps, which shows the noise of the others.
+    """
     saved = {
         "nothing": Effect(),
         "loading": Effect(supply_ms=e.supply_ms, beyond_ms=late_ms(e)),

@@ -1,4 +1,4 @@
-"""Steps that grow in the course of a run, and GPUs whose clocks are lowered by heat or power supply."""
+"""Finds steps that become slower during a run, and GPUs whose clocks are lowered by heat or power supply."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,38 +12,38 @@ from service.doctor.step_model import Cause, Effect
 from trainables.metrics.phases import ALL_PHASES, RECEIVE
 from trainables.metrics.telemetry import SLOWING_REASONS, decode_throttle
 
-SURE = 3.0
-"""Steps that grow have to grow by so many times what epochs differ by from one to the next."""
+MIN_SIGNAL = 3.0
+"""Growth of steps counts from this many times the median difference between successive epochs."""
 MIN_EPOCHS = 3
 HOT_C = 75.0
 MIN_THROTTLED_PCT = 10.0
-"""A GPU whose clock was lowered for less of the time is not reported."""
+"""GPUs whose clock was lowered for less of the time are not reported."""
 
 
 class ThrottledGpu(NamedTuple):
-    """A GPU below the clock that it could have, or never had in this run."""
+    """A GPU below its reference clock, since the start of the run or since a later epoch."""
 
     gpu: GpuUse
     reference_mhz: float
     since_start: bool
-    lost: tuple[float, ...]  # for each epoch, or else for the whole run, the part of a step that the clock costs
+    lost: tuple[float, ...]  # share of a step that the lower clock costs, per epoch or for the whole run
 
 
 def is_throttled(gpu: GpuUse) -> bool:
-    """Whether its clock is lowered because of heat or power supply, more than now and then."""
+    """Whether heat or power supply lowers its clock for a relevant part of the time."""
     often = gpu.throttled_pct is None or gpu.throttled_pct >= MIN_THROTTLED_PCT
     return bool(int(gpu.throttle_reasons) & SLOWING_REASONS) and often
 
 
 def throttled_gpu(e: Evidence) -> ThrottledGpu | None:
-    """The GPU that is furthest below its clock and throttled or hot, in the last epoch, or all the time.
+    """Return the throttled or hot GPU that loses most by its lower clock in the last epoch, or over the whole run.
 
-    What it could have is what it had while it was not throttled, else what GPUs of the same kind have that are not, else the
-    highest clock of this kind.
+    The reference clock is the GPU's own while it was not throttled, else that of similar GPUs that are not throttled, else the
+    highest clock of its kind.
     """
     epochs = [epoch.gpus for epoch in e.epochs] or [e.gpus]
-    # The part of a step that goes with the clock: kernels that are not hidden behind the host's launching, of which as much is
-    # taken to be hidden as GPUs are idle.
+    # The part of a step that depends on the clock: kernels that are not hidden behind launching. The hidden share of kernels is
+    # assumed to equal the GPUs' idle share.
     kernels_share = (e.work_ms - (e.exposed_ms or 0.0)) * (1 - e.idle_share) ** 2 / e.step_ms
     found = []
     for gpu in epochs[-1]:
@@ -51,10 +51,10 @@ def throttled_gpu(e: Evidence) -> ThrottledGpu | None:
             continue
         history = [next((one for one in gpus if one.name == gpu.name), None) for gpus in epochs]
         free_mhz = [one.sm_clock_mhz or 0.0 for one in history if one is not None and not is_throttled(one)]
-        alike = [one for one in epochs[-1] if one.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz and not is_throttled(one)]
-        others_mhz = [one.sm_clock_mhz or 0.0 for one in alike] or [gpu.sm_clock_limit_mhz or 0.0]
+        similar = [one for one in epochs[-1] if one.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz and not is_throttled(one)]
+        others_mhz = [one.sm_clock_mhz or 0.0 for one in similar] or [gpu.sm_clock_limit_mhz or 0.0]
         reference_mhz = max(free_mhz or others_mhz)
-        # No loss where an epoch has no record of the clock.
+        # Epochs without a recorded clock count as no loss.
         clocks_mhz = [(one and one.sm_clock_mhz) or reference_mhz for one in history]
         lost = [kernels_share * max(0.0, 1 - mhz / reference_mhz) if reference_mhz else 0.0 for mhz in clocks_mhz]
         if lost[-1]:
@@ -63,10 +63,9 @@ def throttled_gpu(e: Evidence) -> ThrottledGpu | None:
 
 
 def thermal_throttling(e: Evidence) -> Cause | None:
-    """A GPU whose clock is lowered by heat or power supply: T' = T - (1 - clock/clock it could have)·kernels.
+    """Find a GPU whose clock is lowered by heat or power supply: T' = T - (1 - clock/reference clock)·kernels.
 
-    Where the clock fell in the course of the run, steps have grown with it: what they have grown by beyond that has another
-    cause, see `slowdown`.
+    If the clock fell during the run, steps grew with it; growth beyond that has another cause, see `slowdown`.
     """
     one = throttled_gpu(e)
     if one is None:
@@ -91,16 +90,16 @@ def thermal_throttling(e: Evidence) -> Cause | None:
 
 
 class Growth(NamedTuple):
-    """How a part of the steps grew, from the fastest third of the epochs to the last third."""
+    """How much a part of the steps grew, from the fastest third of the epochs to the last third."""
 
     fast_ms: float
     late_ms: float
-    more_ms: float  # had the GPUs had the same clocks
-    phase: str  # the one that grew most, "" where it is not recorded
+    more_ms: float  # growth that lower clocks do not explain
+    phase: str  # the one that grew most, "" if not recorded
 
 
 def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Sequence[float] = ()) -> Growth | None:
-    """How `of` the epochs grew, of which clocks have cost the parts `lost`, if it is 5% and more than epochs differ by."""
+    """Return how much `of` the epochs grew, apart from the shares `lost` to clocks, or None if less than 5% or the noise."""
     if len(epochs) < MIN_EPOCHS:
         return None
     lost = lost or [0.0] * len(epochs)
@@ -109,7 +108,7 @@ def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Se
     fast = [epochs[index] for index in sorted(range(len(epochs)), key=fair_ms.__getitem__)[: len(late)]]
     fast_ms, late_ms = median(sorted(fair_ms)[: len(late)]), median(last_third(fair_ms))
     differences = [abs(after - before) for before, after in pairwise(fair_ms)]
-    if late_ms - fast_ms < max(SURE * median(differences), MIN_GAIN_PCT / 100 * median(epoch.step_ms for epoch in late)):
+    if late_ms - fast_ms < max(MIN_SIGNAL * median(differences), MIN_GAIN_PCT / 100 * median(epoch.step_ms for epoch in late)):
         return None
 
     def longer_ms(phase: str) -> float:
@@ -124,19 +123,19 @@ def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Se
 
 
 def computing_ms(epoch: EpochUse) -> float:
-    """A step but for its waits for images: what grows behind a loader, or a copy to the GPU, that is slower still."""
+    """Return a step's time without waits for images, which hide growth of its computing if the loader or copy is slower."""
     return epoch.step_ms - data_ms(epoch) - (epoch.phase_ms("h2d") if epoch.gpus else 0.0)
 
 
 def data_ms(epoch: EpochUse) -> float:
-    """What a step waits for its images: on later pipeline stages until the first one has them."""
+    """Return a step's wait for images, which on later pipeline stages is the wait for the first stage."""
     return epoch.phase_ms("data") + epoch.phase_ms(RECEIVE)
 
 
 def as_in_last_third(e: Evidence) -> Evidence:
-    """A run whose steps have grown, by more than epochs differ: with the phases of the last third of its epochs.
+    """If a run's steps have grown by more than the noise, return it with the times of the last third of its epochs.
 
-    Those are known of one rank; the others' are taken to have grown alike.
+    These are recorded for one rank; the other ranks' times are assumed to have grown equally.
     """
     if growth(e.epochs, computing_ms) is None and growth(e.epochs, data_ms) is None:
         return e
@@ -158,9 +157,9 @@ def as_in_last_third(e: Evidence) -> Evidence:
 
 
 def slowdown(e: Evidence) -> Cause | None:
-    """What steps compute, or their wait for images, grew in the course of the run by more than the clocks did: T' = T - that.
+    """Find steps whose computing or wait for images grew during the run by more than the clocks explain: T' = T - growth.
 
-    Nothing of it can be fixed in the experiment; it is named with what to look at.
+    The experiment cannot fix this, so the change says what to look at.
     """
     one = throttled_gpu(e)
     lost = one.lost if one is not None and not one.since_start else ()

@@ -1,4 +1,4 @@
-"""A short timing run of an experiment, for the doctor to read."""
+"""Makes a short timing run of an experiment for the doctor."""
 
 import contextlib
 import sys
@@ -15,15 +15,15 @@ from service.runs.train import train
 from trainables.config.job import StepPart
 
 STEPS = 40
-"""Timed steps of a probe, where the experiment does not set `train.max_steps` itself."""
+"""Timed steps of a probe, unless the experiment sets `train.max_steps`."""
 
 
 def probe(resolved: Resolved, root: Path, parts: Sequence[StepPart] = ()) -> tuple[list[Recording], dict[StepPart, float]]:
-    """Time a few steps of the student, in a run directory of its own under `root`; nothing is sent to MLflow.
+    """Time a few steps of the student in a new run directory under `root`, without MLflow.
 
-    Returns what it has recorded, and the milliseconds of a step without each of `parts`.
+    Returns the recordings, and the milliseconds of a step without each of `parts`.
 
-    Raises DistillError: one line: the experiment cannot be run.
+    Raises DistillError: the experiment cannot be run.
     """
     steps = resolved.experiment.train.max_steps or STEPS
     short = resolved.override({"train.max_steps": steps, "tracking.enabled": False}, "doctor")

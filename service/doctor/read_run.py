@@ -1,4 +1,4 @@
-"""From a run directory's records to evidence."""
+"""Reads evidence from a run directory's records."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,19 +20,19 @@ from trainables.rundir import RunDir
 
 Metrics = Mapping[str, float]
 NUMBERS = ("start", "step", "epoch", "summary")
-"""Events of a stage that have numbers."""
+"""Kinds of a stage's events that have metrics."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One stage or trial."""
+    """The evidence of one stage or trial."""
 
     name: str
     evidence: Evidence
 
 
 def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Recording]:
-    """The evidence of a run directory: a run's last stage, or a sweep's trials, the best one first and the others in their order.
+    """Read the evidence of a run's last stage, or of a sweep's trials with the best one first.
 
     Raises ExperimentError: no step has been timed yet.
     """
@@ -50,13 +50,13 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Rec
 
 
 def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
-    """Why there is nothing to read: no trial or stage has ended yet, or the first reason of one that has."""
+    """Explain why no step was timed: no trial or stage has ended yet, or the first reason of one that has."""
     run = display_name(run_dir.root)
     parts: Sequence[Outcome] = result.rows if result.kind == "sweep" else result.stages
-    over = [part for part in parts if part.status not in ("running", "pending", "untested")]
-    if not over:
-        return f"{run}: no step has been timed yet: wait for its first, or see distill report {shell_name(run_dir.root)}"
-    reason = next((f" ({part.status}: {part.reason})" for part in over if part.reason), "")
+    ended = [part for part in parts if part.status not in ("running", "pending", "untested")]
+    if not ended:
+        return f"{run}: no step has been timed yet: wait for the first one, or see distill report {shell_name(run_dir.root)}"
+    reason = next((f" ({part.status}: {part.reason})" for part in ended if part.reason), "")
     return f"{run}: no step was timed{reason}; see distill report {shell_name(run_dir.root)}"
 
 
@@ -69,11 +69,12 @@ def _trial(resolved: Resolved, log: RunLog, row: TrialRow) -> Recording:
 
 
 def _stage(experiment: Experiment, log: RunLog, result: RunResult, name: str) -> Recording | None:
-    """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
+    """Read a stage, from its last logged step if it is not complete. Returns None if no step has been timed."""
     lines = log.of_stage(name, *NUMBERS)
     summary = next((line for line in lines if line["kind"] == "summary"), None)
-    metrics = summary["metrics"] if summary is not None else {}
-    metrics = metrics or next((found for line in reversed(lines) if "phase/step_ms" in (found := plain(line["metrics"]))), {})
+    newest_first = [strip_prefixes(line["metrics"]) for line in reversed(lines)]
+    timed = next((metrics for metrics in newest_first if "phase/step_ms" in metrics), {})
+    metrics = (summary["metrics"] if summary is not None else {}) or timed
     if "phase/step_ms" not in metrics:
         return None
     loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
@@ -81,8 +82,8 @@ def _stage(experiment: Experiment, log: RunLog, result: RunResult, name: str) ->
     return Recording(f"the {name}", evidence if name.startswith("student") else replace(evidence, teacher_actors=None))
 
 
-def plain(metrics: Metrics) -> dict[str, float]:
-    """A line's metrics by the names that a summary has: those of log lines begin with `train/`, those of epochs with `epoch/`."""
+def strip_prefixes(metrics: Metrics) -> dict[str, float]:
+    """Remove the prefixes `train/` of steps and `epoch/` of epochs, so that metrics have the names of a summary."""
     return {name.removeprefix("epoch/").removeprefix("train/"): value for name, value in metrics.items()}
 
 
@@ -93,9 +94,9 @@ def evidence_of(
     loader_workers: int | str = 1,
     precision: str | None = None,
 ) -> Evidence:
-    """Evidence from a summary's metrics and the events of a stage that have numbers.
+    """Build evidence from a summary's metrics and a stage's events of the kinds `NUMBERS`.
 
-    `loader_workers` as resolved, `auto` counts as some; `precision` as the stage had it, if it has ended.
+    `loader_workers` is the resolved number; `auto` counts as 1. `precision` is that of an ended stage.
     """
     lines, num_workers = list(lines), int(metrics.get("num_workers", experiment.scale.num_workers))
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
@@ -125,7 +126,7 @@ def evidence_of(
         train_images=int(samples) if samples else None,
         num_epochs=int(start["epochs"]) if "epochs" in start else None,
         evaluate_every=experiment.train.evaluate_every,
-        has_ended="steps" in metrics,  # as in a summary, and in no line before it
+        has_ended="steps" in metrics,  # only a summary has it
         compile=experiment.train.compile,
         clock=Clock(**recorded(Clock, metrics, "")) if epochs else Clock(),
         val_images=evaluated[-1] if evaluated else 0.0,
@@ -137,9 +138,9 @@ def evidence_of(
 
 
 def loader_costs(metrics: Metrics) -> LoaderCosts:
-    """The costs of the median rank's loader; zeros where not all of them are recorded.
+    """Return the costs of the median rank's loader, or zeros if they are not all recorded.
 
-    Recorded are means over ranks. All ranks load alike images: what a slower rank's loader takes more is waiting.
+    The recorded costs are means over ranks. All ranks load similar images, so extra time of a slower rank's loader is waiting.
     """
     known = recorded(LoaderCosts, metrics, "loader/")
     if len(known) < len(fields(LoaderCosts)):
@@ -154,20 +155,20 @@ def loader_costs(metrics: Metrics) -> LoaderCosts:
 
 
 def _numbered(metrics: Metrics, name: str) -> dict[int, float]:
-    """The metrics whose name matches, by the number in it, in order."""
+    """Return the metrics whose names match a pattern, by the number in the name, in order."""
     found = ((re.fullmatch(name, each), value) for each, value in metrics.items())
     return dict(sorted((int(match[1]), value) for match, value in found if match))
 
 
 def recorded(kind: type[Any], metrics: Metrics, prefix: str) -> dict[str, Any]:
-    """Those of a dataclass's numbers that are recorded, named as its fields are behind a prefix."""
-    return {one.name: metrics[prefix + one.name] for one in fields(kind) if prefix + one.name in metrics}
+    """Return the recorded metrics for a dataclass's fields. Their names are a prefix and the field's name."""
+    return {field.name: metrics[prefix + field.name] for field in fields(kind) if prefix + field.name in metrics}
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
-    """Each rank's times; where they are not recorded, the means for every one."""
-    # A phase that nothing is recorded of took no time; what has a default may be unknown.
-    phases = {one.name: 0.0 for one in fields(RankTimes) if one.default is MISSING}
+    """Return each rank's times, or the means for every rank if they are not recorded."""
+    # Phases without a record took no time; fields with a default may be unknown.
+    phases = {field.name: 0.0 for field in fields(RankTimes) if field.default is MISSING}
     if "rank0/step_ms" in metrics:
         prefixes = [f"rank{rank}/" for rank in range(num_workers)]
         return tuple(
@@ -183,11 +184,11 @@ def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:
 
 
 def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:
-    """The epochs that ended, each with the mean of its steps and their phases as its log lines have it."""
+    """Return the complete epochs, each with the mean times of its steps and phases from its logged steps."""
     found, before = list[EpochUse](), 0
     total_ms, count = dict.fromkeys((*ALL_PHASES, "step"), 0.0), 0
     for line in lines:
-        metrics, step = plain(line["metrics"]), int(line["step"])
+        metrics, step = strip_prefixes(line["metrics"]), int(line["step"])
         if line["kind"] == "step":
             if "phase/step_ms" in metrics and step > before:
                 for phase in total_ms:

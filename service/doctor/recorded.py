@@ -1,4 +1,4 @@
-"""Plain numbers out of a run's records, named as they are there; None where one is not recorded."""
+"""Numbers from a run's records, with the same names. A number that is not recorded is None."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ class RankTimes:
     augment_ms: float
     teacher_ms: float
     student_ms: float
-    backward_ms: float  # with the waits for the all-reduce and for other ranks
+    backward_ms: float  # including waits for the all-reduce and for other ranks
     optimizer_ms: float
     step_ms: float
     allreduce_wait_ms: float | None = None  # from this rank's last gradient to the end of the last all-reduce
-    waits_for_ranks_ms: float | None = None  # the part of that beyond the wait of the rank that waits least in the same step
+    waits_for_ranks_ms: float | None = None  # the part beyond the wait of the rank that waits least in the same step
     allreduce_wait_error_ms: float | None = None  # standard error of the mean
     loader_batch_ms: float | None = None  # how long this rank's loader threads are busy with a batch
-    loader_wait_ms: float | None = None  # the part of the data phase that waits for them; the rest is the step's own thread
-    receive_ms: float = 0.0  # what a later pipeline stage waits for the first one's next batch
-    bubble_ms: float = 0.0  # what a pipeline stage waits for its neighbors within a step
+    loader_wait_ms: float | None = None  # the part of the data phase that waits for them; the rest is work of the step's thread
+    receive_ms: float = 0.0  # wait of a later pipeline stage for the first stage's next batch
+    bubble_ms: float = 0.0  # wait of a pipeline stage for its neighbors within a step
 
     @property
     def before_student_ms(self) -> float:
@@ -31,13 +31,13 @@ class RankTimes:
 
     @property
     def rest_ms(self) -> float:
-        """What lies in no phase."""
+        """Time outside all phases."""
         return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms - self.bubble_ms)
 
 
 @dataclass(frozen=True)
 class LoaderCosts:
-    """Milliseconds of a loader thread per image: in all, and parts of it; zeros where they are not recorded."""
+    """Milliseconds of a loader thread per image: the total and parts of it. Zeros if not recorded."""
 
     image_ms: float = 0.0
     read_wait_ms: float = 0.0  # inside the source without computing
@@ -60,7 +60,7 @@ class LoaderCosts:
 
     @property
     def lock_ms(self) -> float:
-        """Blocked outside the source: threads of one process wait for Python's lock there, and for nothing else."""
+        """Blocked outside the source, where threads of one process wait only for Python's lock (GIL)."""
         return self.blocked_ms - self.storage_ms
 
     @property
@@ -71,20 +71,20 @@ class LoaderCosts:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """One GPU over a run or an epoch, in means."""
+    """Means of one GPU over a run or an epoch."""
 
     name: str  # node0/gpu1
     util_pct: float | None = None
     temperature_c: float | None = None
     sm_clock_mhz: float | None = None
-    sm_clock_limit_mhz: float | None = None  # the highest clock that this kind of GPU has
-    throttle_reasons: float = 0.0  # every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`
-    throttled_pct: float | None = None  # the part of the time in which heat or power supply lowered the clock
+    sm_clock_limit_mhz: float | None = None  # the highest clock of this kind of GPU
+    throttle_reasons: float = 0.0  # all bits set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`
+    throttled_pct: float | None = None  # share of the time in which heat or power supply lowered the clock
 
 
 @dataclass(frozen=True)
 class NodeUse:
-    """One node over a run, in means."""
+    """Means of one node over a run."""
 
     cpu_pct: float | None = None
     swap_in_mib_per_s: float | None = None
@@ -93,7 +93,7 @@ class NodeUse:
 
 @dataclass(frozen=True)
 class EpochUse:
-    """One epoch as it was trained."""
+    """Times and GPU use of one epoch."""
 
     step_ms: float
     eval_s: float
@@ -106,13 +106,13 @@ class EpochUse:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a stage by its wall clock: steps with their waits for data, and what lies between; zeros of a timing run."""
+    """Wall time of a stage in seconds: steps with their waits for data, and the time between them. Zeros in a timing run."""
 
     train_s: float = 0.0
     eval_s: float = 0.0
     checkpoint_s: float = 0.0
     other_s: float = 0.0
-    timing_s: float = 0.0  # of passes after the training
+    timing_s: float = 0.0  # passes that are timed after training
 
     @property
     def wall_s(self) -> float:

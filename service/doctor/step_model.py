@@ -1,4 +1,4 @@
-"""The model of what a step would take once a cause is fixed: all predicted gains come from it."""
+"""The model that predicts a step's time once a cause is fixed. All predicted gains come from it."""
 
 from dataclasses import astuple, dataclass
 from itertools import combinations
@@ -13,14 +13,14 @@ class Effect:
     work_ms: float = 0.0
     supply_ms: float = 0.0  # between two batches of the slowest rank's loader
     copy_ms: float = 0.0  # between two batches that the copy to a GPU delivers; without a GPU a copy is work
-    beyond_ms: float = 0.0  # what a step takes beyond its slowest part: late batches, ranks that are late in turn
-    outside_ms: float = 0.0  # a step's share of what lies between steps
-    threads: int = 0  # of a loader that had none: they load while the step computes
+    beyond_ms: float = 0.0  # beyond its slowest part: late batches, ranks that are late in turn
+    outside_ms: float = 0.0  # per step, between steps
+    threads: int = 0  # loader threads where there were none, which load while the step computes
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that time is lost to: what the records show of it, what to change, and what that saves."""
+    """A cause of lost time: its evidence as a sentence, what to change, and what that saves."""
 
     name: str
     sentence: str
@@ -30,13 +30,13 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """The predicted gain of fixing one cause, or two that gain only together."""
+    """The predicted gain of fixing one cause, or two that only help together."""
 
     causes: tuple[Cause, ...]
     gain_pct: float
-    """100 · (1 - T'/T): how much less time the same images take once that is changed, evaluations included."""
+    """100 · (1 - T'/T), for the time of the same images including evaluations."""
     after: str | None = None
-    """The cause that has to be fixed first; `gain_pct` is that of both together."""
+    """The cause to fix first, if any; `gain_pct` is then that of both together."""
 
     @property
     def cause(self) -> str:
@@ -52,9 +52,9 @@ class Finding:
 
 
 def slowest_part_ms(e: Evidence, effect: Effect = Effect()) -> float:
-    """max(work, supply, copy) of a step; without loader threads supply and work follow each other.
+    """Return max(work, supply, copy) of a step, or without loader threads supply + max(work, copy).
 
-    Threads that load while the step computes take no less than their computing takes on all cores.
+    With new loader threads, loading and computing together cannot be faster than all cores allow.
     """
     work_ms, supply_ms = max(0.0, e.work_ms - effect.work_ms), max(0.0, e.supply_ms - effect.supply_ms)
     copy_ms = max(0.0, e.copy_ms - effect.copy_ms)
@@ -67,34 +67,34 @@ def slowest_part_ms(e: Evidence, effect: Effect = Effect()) -> float:
 
 
 def beyond_ms(e: Evidence) -> float:
-    """What a step takes beyond its slowest part, since parts vary; it is expected to take that again."""
+    """Return a step's time beyond its slowest part, which comes from variation and is assumed to stay."""
     return max(0.0, e.step_ms - slowest_part_ms(e))
 
 
 def late_ms(e: Evidence) -> float:
-    """The part of that for which a step waits for images."""
+    """Return the part of `beyond_ms` that is waiting for images."""
     return 0.0 if e.in_series else min(e.data_wait_ms, beyond_ms(e))
 
 
 def step_after_ms(e: Evidence, *effects: Effect) -> float:
-    """What a step, with its share of what lies between steps, takes with these effects."""
+    """Return the time per step, including the time between steps, with these effects."""
     total = Effect(*map(sum, zip(*map(astuple, (Effect(), *effects)), strict=True)))
     more_ms = max(0.0, beyond_ms(e) - total.beyond_ms)
     return slowest_part_ms(e, total) + more_ms + max(0.0, e.outside_ms - total.outside_ms)
 
 
 def predicted_pct(e: Evidence, *causes: Cause) -> float:
-    """The gain once these causes are fixed."""
+    """Return the gain in percent once these causes are fixed."""
     now_ms = step_after_ms(e)
     return max(0.0, 100 * (1 - step_after_ms(e, *(cause.effect for cause in causes)) / now_ms)) if now_ms > 0 else 0.0
 
 
 def ranked(e: Evidence, causes: list[Cause]) -> list[Finding]:
-    """All that is predicted to gain 5% or more, the largest gain first, and after each what gains only together with it.
+    """Return findings with a gain of at least 5%, largest first, each followed by one that only helps together with it.
 
-    A cause that gains nothing alone, since the step waits for another one anyway, comes after that one, with the gain of both.
-    Where neither of two gains alone they are one finding. A pair gains 5 points more than its members alone, and a cause is in
-    one pair at most.
+    A cause that gains nothing alone, because the step waits for another one anyway, follows that one with the gain of both. If
+    neither of two causes gains alone, they are one finding. A pair must gain 5 points more than its members alone, and a cause
+    is in at most one pair.
     """
     alone = {cause.name: predicted_pct(e, cause) for cause in causes}
     singles = sorted((cause for cause in causes if alone[cause.name] >= MIN_GAIN_PCT), key=lambda cause: -alone[cause.name])

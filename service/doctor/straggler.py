@@ -1,4 +1,4 @@
-"""Ranks that all others wait for, named with their nodes and the phase in which they are slow."""
+"""Finds ranks that all others wait for, with their nodes and the phase in which they are slow."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,11 +10,11 @@ from service.doctor.recorded import RankTimes
 from service.doctor.step_model import Cause, Effect
 from trainables.metrics.phases import PHASES
 
-SURE = 3.0  # standard errors: of 8 batches' means a difference of none exceeds it with a probability of 1%
+MIN_STANDARD_ERRORS = 3.0  # with means of 8 batches, a difference exceeds this by chance with a probability of 1%
 
 
 def straggler(e: Evidence) -> Cause | None:
-    """Ranks that compute longer than all others, or whose loader is slower; pipeline stages have work of their own each."""
+    """Find ranks that compute longer than all others, or have slower loaders. Pipeline stages differ anyway, so return None."""
     if e.pipeline_stages > 1:
         return None
     computing, loading = _late(e, e.computing_ms, "compute"), _late(e, e.supply_of, "data")
@@ -25,12 +25,12 @@ def straggler(e: Evidence) -> Cause | None:
 
 
 def _late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | None:
-    """Ranks whose own time, which waits for no other rank, is longer.
+    """Find ranks whose own time, without waits for other ranks, is longer.
 
-    In order of that, the widest gap parts the slow ranks from the others, however many they are: it has to be 5% of a step.
-    Without them work, or supply, is less by the slowest rank's own time minus that of the slowest other.
-    Healthy ranks that share cores are late in turn, now and then for many steps on end: the difference also has to stand out of
-    what the waits vary by.
+    Ranks are sorted by it, and the widest gap, which must be at least 5% of a step, separates slow from fast ranks. Without the
+    slow ranks, work or supply shrinks by the difference between the slowest rank and the slowest fast one.
+    Healthy ranks that share cores are late in turn, sometimes for many steps in a row, so the difference must also exceed the
+    noise of the waits.
     """
     own_ms = [own(rank) for rank in e.ranks]
     order = sorted(range(e.num_workers), key=own_ms.__getitem__)
@@ -41,8 +41,8 @@ def _late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | 
     slow = sorted(set(order) - set(fast))
     worst, next_slow = order[-1], fast[-1]
     more_ms = own_ms[worst] - own_ms[next_slow]
-    # The one waits while the other is late: their errors go together, and add up.
-    if more_ms < SURE * sum(e.ranks[rank].allreduce_wait_error_ms or 0.0 for rank in (worst, next_slow)):
+    # One rank waits while the other is late, so their errors are correlated and add up.
+    if more_ms < MIN_STANDARD_ERRORS * sum(e.ranks[rank].allreduce_wait_error_ms or 0.0 for rank in (worst, next_slow)):
         return None
     phase, effect = "data", Effect(supply_ms=more_ms)
     change = "check that node's disk and free cores: its loader is late"
@@ -60,7 +60,7 @@ def _late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | 
 
 
 def _names(e: Evidence, ranks: Sequence[int]) -> str:
-    """Ranks with their nodes, and nodes first where all of their ranks are among these."""
+    """Name ranks with their nodes; the nodes come first if all of their ranks are included."""
     nodes = sorted({node for rank in ranks if (node := e.node_of(rank)) is not None})
     on_nodes = [rank for rank in range(e.num_workers) if e.node_of(rank) in nodes]
     numbers = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
@@ -71,7 +71,7 @@ def _names(e: Evidence, ranks: Sequence[int]) -> str:
 
 
 def _slow_phase(e: Evidence, rank: RankTimes, others: Sequence[RankTimes]) -> str:
-    """The phase in which a rank exceeds most what is usual for the others."""
+    """Return the phase in which a rank exceeds the median of the others most."""
     own = {"student": e.own_student_ms, "backward": e.own_backward_ms}
 
     def more_ms(phase: str) -> float:

@@ -1,4 +1,4 @@
-"""Findings as lines for a terminal."""
+"""Formats findings as lines for a terminal."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ HEALTHY = f"nothing to gain over {MIN_GAIN_PCT:g}%"
 
 
 def case_lines(cases: Sequence[Recording]) -> list[str]:
-    """Lines on a run, or on a sweep: its best trial, and why the others are slower. The first line is the main finding."""
+    """Return lines about a run, or about a sweep's best trial and why others are slower. The main finding comes first."""
     e, found, text = cases[0].evidence, findings(cases[0].evidence), list[str]()
     for number, finding in enumerate(found, start=1):
         text += [
@@ -28,7 +28,7 @@ def case_lines(cases: Sequence[Recording]) -> list[str]:
 
 
 def finding_line(finding: Finding) -> str:
-    """Cause, gain and sentence."""
+    """Format a finding: cause, gain and sentence."""
     gain = f"{finding.gain_pct:.0f}% to gain"
     if finding.after is not None:
         return f"then {finding.cause}, both together {gain}: {finding.sentence}"
@@ -37,14 +37,14 @@ def finding_line(finding: Finding) -> str:
 
 
 def where_time_goes(e: Evidence) -> str:
-    """A step by its phases, the longest first."""
+    """Describe a step by its phases, longest first."""
     parts = shares_text({f"phase/{name}": ms for name, ms in vars(e.typical).items()})
     waits = f", of the backward {e.exposed_ms:.1f} ms waiting for the all-reduce" if e.exposed_ms else ""
     return f"a step of {e.step_ms:.1f} ms is {parts}{waits}"
 
 
 def remarks(e: Evidence) -> list[str]:
-    """What may be worth a try, or a thought, and whose gain is not recorded."""
+    """Return remarks about things whose gain the records do not show."""
     clock, lines = e.clock, list[str]()
     if e.gpus and e.precision == "fp32":
         lines.append("not tried here: --set precision=bf16")
@@ -63,7 +63,7 @@ def remarks(e: Evidence) -> list[str]:
 
 
 def others(best: Evidence, cases: Sequence[Recording]) -> list[str]:
-    """Why a sweep's other trials are slower than its best: a line for each part of a step that takes most of their extra time."""
+    """Explain why a sweep's other trials are slower than its best: a line per part of a step that takes most extra time."""
     slower: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for case in cases:
         best_ms, case_ms = per_image_ms(best), per_image_ms(case.evidence)
@@ -79,7 +79,7 @@ def others(best: Evidence, cases: Sequence[Recording]) -> list[str]:
 
 
 def per_image_ms(e: Evidence) -> dict[str, float]:
-    """A typical step and its parts."""
+    """Return the milliseconds per image of a typical step and its parts."""
     waits_ms = e.exposed_ms or 0.0
     parts = {part: getattr(e.typical, f"{part}_ms") for part in (*ALL_PHASES, "step")} | {"the all-reduce": waits_ms}
     parts["backward"] -= waits_ms

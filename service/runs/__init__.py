@@ -1,1 +1,1 @@
-"""A run carried out: planned, checked, trained stage by stage, shown, and written to a directory."""
+"""Carries out a run: plans, checks and trains it stage by stage, shows it, and writes it to a directory."""

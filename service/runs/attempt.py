@@ -1,4 +1,4 @@
-"""A stage and its attempts: one `TorchTrainer.fit` each, and what the log says of it by now."""
+"""The attempts at a stage, one `TorchTrainer.fit` each, and a stage's state according to the log."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:
-    """One `TorchTrainer.fit` of the stage, under a name of its own; what a kill has left of an earlier one is removed.
+    """Run one `TorchTrainer.fit` of the stage under a unique name, after removing an earlier attempt's leftovers.
 
     Raises:
         DistillError, WorkersFailedError, ClusterFullError: see `trainables.worker.trainer.fit`.
-        StorageError: the object store that has the run does not answer.
+        StorageError: the run's object store does not answer.
     """
     from trainables.worker import trainer
 
@@ -43,13 +43,16 @@ def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: Reusa
 
 
 def remove_leftovers(stage: StageDir) -> None:
-    """Remove what a kill has left of checkpoints that it cut short."""
+    """Remove partial checkpoints, which a killed attempt leaves behind."""
     for leftover in stage.last.parent.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
 
 
 def finished(assignment: Assignment, *, has_just_run: bool = False) -> Outcome | None:
-    """The outcome of a complete stage, or None. One whose best checkpoint was removed since is none, unless it `has_just_run`."""
+    """Return the outcome of a complete stage, else None.
+
+    A stage whose best checkpoint has been removed counts as incomplete, unless it `has_just_run`.
+    """
     events = assignment.events
     summary = next((event for event in reversed(events) if event["kind"] == "summary"), None)
     if summary is None:
@@ -67,12 +70,12 @@ def complete(summary: StageResult) -> Outcome:
 
 
 def is_lost(assignment: Assignment) -> bool:
-    """Whether a stage has to begin from nothing again: the checkpoint from which it would go on was removed."""
+    """Whether a stage must start over because the checkpoint to resume from was removed."""
     last = checkpoint(assignment.stage_dir, assignment.events, "last")
     return last is not None and finished(assignment) is None and not is_there(last, assignment.config.run_store)
 
 
 def begin_stage(trial: str, assignment: Assignment) -> None:
-    """Record that a trial's stage begins. Of one that begins from nothing again, what was recorded does not count any more."""
+    """Record that a trial's stage begins. If it starts over, its earlier events are discarded."""
     discarded = [event("discarded", assignment.name)] if is_lost(assignment) else []
     assignment.log.record([*discarded, event("stage_begun", assignment.name, trial=trial, model=assignment.config.model)])

@@ -1,4 +1,4 @@
-"""A student without a classifier as its library reads it: `backbone.safetensors` in the run's folder, and how it is loaded."""
+"""Exports a student without a classifier as `backbone.safetensors`, which the student's library can load."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ LOADED = {
     "transformers": "transformers.AutoModel.from_config(getattr(c := transformers.AutoConfig.from_pretrained({source!r}), "
     "'vision_config', c)).load_state_dict(safetensors.torch.load_file({path!r}), strict=False)",
 }
-"""Library → how the file is loaded; a torchvision model's classifier and transformers' pooler of a ViT are not in it."""
+"""Library → code that loads the file, which lacks a torchvision model's classifier and the pooler of transformers' ViT."""
 
 
 def write_backbone(run_dir: RunDir, best: Path | None) -> list[str]:
-    """Write the best checkpoint of a student under the names of the student's library, and say in lines how it is used.
+    """Write a student's best checkpoint with its library's parameter names. Returns lines that say how to use it.
 
-    [] for a student with a classifier, and where none was trained. Raises CheckpointError, StorageError.
+    Returns [] if the student has a classifier or was not trained. Raises CheckpointError, StorageError.
     """
     best = None if best is None else local_checkpoint(best)
     header = None if best is None else read_checkpoint_header(best)
@@ -42,7 +42,7 @@ def write_backbone(run_dir: RunDir, best: Path | None) -> list[str]:
         f"{shown}: {header.model} without a classifier, under its library's names",
         f"  load it: {load.format(name=found.name, source=found.name.partition(':')[2].partition('@')[0], path=shown)}",
         f"  its features: distill embed {display_name(run_dir.root)} --data FOLDER --to FILE.npy (its tap `embedding`; layers "
-        "behind that are not trained)",
+        "after it are not trained)",
         f"  it takes pixels in [0, 1] at {ModelInput(header.image_size, header.mean, header.std)}",
         f"  measure it: distill evaluate {shell_name(run_dir.root)} --probe knn --data FOLDER",
     ]

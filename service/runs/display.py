@@ -1,6 +1,6 @@
-"""What a user sees while workers work: bars on a terminal, plain lines in a log file or a job.
+"""Shows progress while workers run: bars on a terminal, plain lines in a log file or a job.
 
-Reads the run's log and the stages' `logs/train.log`, so that watching never disturbs training.
+It only reads the run's log and the stages' `logs/train.log`, so it never disturbs training.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from trainables.rundir import StageDir
 
 T = TypeVar("T")
 SHOWN_WITH_BARS = (" teacher.cache: ", "% top-1 on ", " teacher's accuracy ")
-"""Parts of log lines: what takes disk space, and how accurate a teacher is."""
+"""Log lines with one of these are shown above the bars: disk use, and the accuracy of a teacher."""
 LINE_PAUSE_S = 5.0
-"""Between two lines about the same number of trials."""
+"""Minimum time between two lines with the same number of finished trials."""
 
 
 class OutputConsole(Console):
-    """A console for standard output that leaves a closed pipe to its caller."""
+    """A console for standard output that raises BrokenPipeError instead of exiting."""
 
     def on_broken_pipe(self) -> None:
         raise  # the BrokenPipeError that rich calls this for
 
 
 def output() -> Console:
-    """Standard output, text as it is: names of classes and reasons of failures may have brackets and colons.
+    """Return a console for standard output without markup: class names and error messages may have brackets and colons.
 
-    In a file or a job, which have no width, tables may be as wide as they are, and bars are not drawn, even where FORCE_COLOR
-    makes colors of them.
+    In a file or a job, tables are up to 160 characters wide, and bars are not drawn even if FORCE_COLOR is set.
     """
     is_tty = sys.stdout.isatty()
     options: dict[str, Any] = {} if is_tty else {"width": 160, "force_interactive": False}
@@ -49,9 +48,9 @@ def output() -> Console:
 
 
 def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] = lambda: None) -> T:
-    """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for.
+    """Run `work` in a thread while updating the display. Ctrl-C reaches the caller at once, even while Ray blocks `work`.
 
-    Raises RayLostError: immediately, even if `work` catches it.
+    Raises what `work` raises, and RayLostError as soon as Ray is lost, even if `work` catches it.
     """
     future = Future[T]()
 
@@ -71,8 +70,8 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
 
 
 @dataclass
-class Followed:
-    """A stage on the display."""
+class FollowedStage:
+    """A stage that the display shows."""
 
     label: str
     log: Tail
@@ -80,19 +79,19 @@ class Followed:
     steps: int = 0
 
     def take_start(self, event: Event) -> None:
-        """Take the number of steps from a stage's `start`; any other event changes nothing."""
+        """Set the number of steps from a `start` event. Other events change nothing."""
         if event["kind"] == "start":
             metrics = event["metrics"]
             self.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
 
 
 class Display:
-    """Follows stages; `tick` is called a few times a second by the main thread."""
+    """Follows stages. The main thread calls `tick` a few times per second."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or output()
-        self._followed: dict[str, Followed] = {}
-        """By their names in the log."""
+        self._followed: dict[str, FollowedStage] = {}
+        """By stage name in the log."""
         self._events: EventTail | None = None
         self._readers: list[Callable[[Event], None]] = []
         self._bars: Progress | None = None
@@ -119,11 +118,11 @@ class Display:
             self._bars.stop()
 
     def print(self, text: str) -> None:
-        """One line that stays."""
+        """Print one permanent line."""
         self.console.print(printable(text), markup=False, soft_wrap=True)
 
     def trials(self, done: int, total: int, note: str = "") -> None:
-        """How far a sweep is: a bar, or a line where a trial has ended, or something else has changed for `LINE_PAUSE_S`."""
+        """Show a sweep's progress: a bar, or a line whenever a trial ends, and otherwise at most every `LINE_PAUSE_S`."""
         if self._bars:
             if self._overall is None:
                 self._overall = self._bars.add_task("trials", total=total, info="")
@@ -137,12 +136,12 @@ class Display:
             self.print(", ".join(filter(None, (f"{done} of {total} trials", note))))
 
     def watch(self, path: Path, offset: int = 0) -> None:
-        """Take the numbers of followed stages from the log of a run, behind this offset."""
+        """Read metrics of followed stages from a run's log, starting at this offset."""
         self._events = EventTail(path, offset)
 
     @contextlib.contextmanager
     def reading(self, reader: Callable[[Event], None]) -> Iterator[None]:
-        """Inside the context `reader` is called with every event that the watched log gains, behind those before it."""
+        """Call `reader`, after the readers added before it, with every new event of the watched log inside the context."""
         self._readers.append(reader)
         try:
             yield
@@ -150,18 +149,18 @@ class Display:
             self._readers.remove(reader)
 
     def follow(self, label: str, name: str, stage: StageDir, events: Iterable[Event] = ()) -> None:
-        """Show a stage, `name` in the log: after a resume the earlier lines are not shown again.
+        """Show a stage, called `name` in the log, without the lines that its `train.log` has already.
 
-        `events`: what the log has of it.
+        `events` are the stage's events so far.
         """
         if name not in self._followed:
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
-            self._followed[name] = Followed(label, Tail(stage.log, None), task)
+            self._followed[name] = FollowedStage(label, Tail(stage.log, None), task)
             for event in events:
                 self._followed[name].take_start(event)
 
     def unfollow(self, name: str) -> None:
-        """Show a stage no longer, or all of a trial by its folder (`trials/003`)."""
+        """Stop showing a stage, or all stages of a trial given by its folder (`trials/003`)."""
         for each in [each for each in self._followed if f"{each}/".startswith(f"{name}/")]:
             followed = self._followed.pop(each)
             self._show_lines(followed)
@@ -169,26 +168,26 @@ class Display:
                 self._bars.remove_task(followed.task)
 
     def tick(self) -> None:
-        """Show what there is by now."""
+        """Show new log lines and events."""
         for followed in self._followed.values():
             self._show_lines(followed)
         self.read_events()
 
     def read_events(self) -> None:
-        """Take up what the log has gained. Raises as its readers do."""
+        """Pass new events of the log to the bars and readers. Raises what the readers raise."""
         for event in self._events.new() if self._events else ():
             if (found := self._followed.get(event.get("stage", ""))) is not None and "metrics" in event:
                 self._update(found, event)
             for read in self._readers:
                 read(event)
 
-    def _show_lines(self, followed: Followed) -> None:
+    def _show_lines(self, followed: FollowedStage) -> None:
         for each in followed.log.lines():
             line = each.raw.decode(errors="replace")
             if self._bars is None or any(part in line for part in SHOWN_WITH_BARS):
                 self.print(f"[{followed.label}] {line}")
 
-    def _update(self, followed: Followed, event: Event) -> None:
+    def _update(self, followed: FollowedStage, event: Event) -> None:
         if self._bars is None or followed.task is None:
             return
         metrics = event["metrics"]

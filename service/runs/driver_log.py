@@ -1,4 +1,4 @@
-"""A run's log as its driver writes it: by itself, and while Ray runs through the recorder that its trials and workers have."""
+"""The driver's access to a run's log: it writes the file itself, or while Ray runs through the recorder actor."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from trainables.worker.recorder import RunRecorder
 
 LOST_WAIT_S = 3.0
-"""How long a recorder may take to hand over the log; where its Ray is lost, that ends this process a few seconds later."""
+"""How long a recorder may take to release the log. It is short because a lost Ray ends this process a few seconds later."""
 
 
 class DriverLog:
-    """The log of a run that this process carries out."""
+    """The log of a run that this process drives."""
 
     def __init__(self, path: Path, store: LogStore | None = None) -> None:
-        """`store`: where the run is, if in an object store. Raises as `EventLog` does."""
+        """`store` is set if the run is in an object store. Raises what `EventLog` raises."""
         self.path, self._store = path, store
         self._file, self._segments = self._opened()
         self._recorder: RunRecorder | None = None
 
     @property
     def recorder(self) -> RunRecorder:
-        """What trials and workers get; inside `recording`."""
+        """The recorder for trials and workers; only inside `recording`."""
         assert self._recorder is not None
         return self._recorder
 
     def record(self, kind: str, stage: str | None = None, **fields: Any) -> Event:
-        """Write an event; returns it once it is durable.
+        """Write an event, and return it once it is durable.
 
         Raises:
-            RayLostError, RecorderLostError: the Ray of the recorder, or that alone, has ended.
+            RayLostError, RecorderLostError: the recorder has ended with its Ray, or alone.
             OSError: the disk is full or cannot be written.
             LeaseLostError, StorageError: see `SegmentWriter.put`.
         """
@@ -49,7 +49,7 @@ class DriverLog:
             if self._segments is not None and kind in OUTLIVES_NODE:
                 self._segments.put()
         else:
-            local_ray.check_ray()  # the recorder of one that is lost may be waited for without end
+            local_ray.check_ray()  # the recorder of a lost Ray might never answer
             self._recorder.record([made])
         return made
 
@@ -59,13 +59,13 @@ class DriverLog:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[RunRecorder]:
-        """Inside the context, which Ray outlasts, the recorder writes the log."""
+        """Let a recorder write the log inside the context. Ray must outlive the context."""
         self._file.close()
         try:
             with recording(self.path, self._store) as self._recorder:
                 yield self._recorder
         except BaseException:
-            with contextlib.suppress(ExperimentError):  # what ended the context matters more than a log that nobody can write
+            with contextlib.suppress(ExperimentError):  # the original error matters more than a log that cannot be opened
                 self._take_back()
             raise
         self._take_back()
@@ -75,7 +75,7 @@ class DriverLog:
         self._file, self._segments = self._opened(LOST_WAIT_S if local_ray.is_lost() else LOCK_WAIT_S)
 
     def wait_for_store(self, seconds: float) -> None:
-        """How long events wait from here on for an object store that does not answer."""
+        """Set how long events wait from now on for an object store that does not answer."""
         if self._segments is not None:
             self._segments.store.retry_s = seconds
 
@@ -89,7 +89,7 @@ class DriverLog:
 
 @contextlib.contextmanager
 def recording(path: Path, store: LogStore | None = None) -> Iterator[RunRecorder]:
-    """A recorder of the log at `path`, which it also puts to a store. It ends with the context, or with its Ray."""
+    """Start a recorder for the log at `path`, which also uploads it to `store`. It ends with the context, or with its Ray."""
     import ray
 
     from service.runs.recorder import start_recorder
@@ -100,11 +100,11 @@ def recording(path: Path, store: LogStore | None = None) -> Iterator[RunRecorder
     finally:
         try:
             if not local_ray.is_lost():
-                # All events that count were answered: these are lines of logs.
+                # All events were answered; this only waits for lines of `logs/`.
                 with contextlib.suppress(ray.exceptions.RayError, RecorderLostError, TimeoutError):
                     recorder.flush(10)
-        finally:  # also where a second Ctrl-C comes
-            # The processes of a Ray that is lost live on for a while, and answer each other.
+        finally:  # also after a second Ctrl-C
+            # Processes of a lost Ray live on for a while, and still answer.
             with contextlib.suppress(ray.exceptions.RayError):
                 recorder.close(LOST_WAIT_S)
             if not local_ray.is_lost():

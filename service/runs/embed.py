@@ -1,4 +1,4 @@
-"""`distill embed`: a model's features of every image of a data set, in one file. Shapes: N images, D features."""
+"""`distill embed`: write a model's features of every image of a data set to one file. Shapes: N images, D features."""
 
 import shutil
 from pathlib import Path
@@ -23,14 +23,14 @@ def embed(
     weights_key: str | None = None,
     tap: str = FEATURES_TAP,
 ) -> dict[str, Any]:
-    """Write the features to `to`; see `embed_checkpoint` for what is returned.
+    """Write the features to `to`. Returns what `trainables.engine.features.embed_checkpoint` returns.
 
     `model` is a checkpoint, or with `weights` the name of a model.
 
     Raises DistillError.
     """
     if to.suffix not in SUFFIXES:
-        raise ExperimentError(f"--to {to}: write a file of the name FILE.parquet or FILE.npy")
+        raise ExperimentError(f"--to {to}: write FILE.parquet or FILE.npy")
     if reason := unwritable_reason(to.parent):
         raise ExperimentError(f"--to {to} cannot be written: {reason}")
     checkpoint, name = (model, None) if weights is None else (weights, model)
@@ -47,7 +47,7 @@ def embed(
 
 
 def write_npy(features: Path, to: Path) -> None:
-    """The embeddings of a Parquet file as (N, D) float32, and in FILE.npy.txt the images' paths, one a line."""
+    """Convert the embeddings of a Parquet file to an (N, D) float32 array, and write the image paths to FILE.npy.txt."""
     import numpy as np
     import pyarrow.parquet as pq
 

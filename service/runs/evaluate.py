@@ -1,4 +1,4 @@
-"""`distill evaluate` and `embed`: accuracy of a checkpoint or of a probe, or features, on `scale.num_workers` workers."""
+"""`distill evaluate` and `distill embed`: measure a checkpoint or a probe, or write features, on `scale.num_workers` workers."""
 
 import contextlib
 import json
@@ -47,15 +47,15 @@ def resolve(
     measure: Measure = "accuracy",
     tap: str = FEATURES_TAP,
 ) -> EvaluateConfig:
-    """The evaluation of `checkpoint` on images as it was trained on; `--set` changes data.*, scale.* and precision.
+    """Configure the evaluation of `checkpoint` on images prepared as in its training. `--set` changes data.*, scale.*, precision.
 
-    With a `model`, `checkpoint` is as `teacher.weights`, and images are as their record says, or else `--set` and the defaults of
-    `data`. A probe and features take weights of any classes, or of none.
+    With a `model`, `checkpoint` is like `teacher.weights`, and images are prepared as the weights' record says, or else by
+    `--set` and the defaults of `data`. Probes and features accept weights with any classes or none.
 
     Raises:
-        CheckpointError: no such checkpoint, a damaged one, or one of other classes than the data's.
+        CheckpointError: the checkpoint does not exist, is damaged, or has other classes than the data.
         DataError: the data cannot be read.
-        ExperimentError: an override that does not fit.
+        ExperimentError: an override is invalid.
     """
     data = {"path": absolute(data_path), "global_batch_size": 256}
     tree: dict[str, Any] = {"checkpoint": "unset", "output": "unset", "measure": measure, "tap": tap, "data": data}
@@ -108,7 +108,7 @@ def trained_images(checkpoint: Path) -> dict[str, Any]:
 
 
 def published_images(model: str, weights: str) -> dict[str, Any]:
-    """How the images of a model's published weights are prepared, as keys of `data`; without a record the model's own size."""
+    """Return the keys of `data` that prepare images for published weights; without a record, only the model's default size."""
     from trainables.models.trained_input import trained_input
 
     record = trained_input(model, weights)
@@ -123,7 +123,7 @@ def known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_classes(config: EvaluateConfig, model: str) -> None:
-    """Load the model for the classes of its data, or for its features. Raises DistillError: see `resolve`."""
+    """Check that the model loads for the data's classes, or for its features. Raises DistillError: see `resolve`."""
     from trainables.models.weights import load_teacher
 
     if problem := resize_covers_crop(config.data):
@@ -147,7 +147,7 @@ def check_classes(config: EvaluateConfig, model: str) -> None:
 
 
 def checked(tree: dict[str, Any]) -> EvaluateConfig:
-    """Raises ExperimentError with a line for each mistake."""
+    """Validate a configuration. Raises ExperimentError with a line for each mistake."""
     try:
         return EvaluateConfig.model_validate(tree)
     except ValidationError as error:
@@ -157,8 +157,8 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
 def run_evaluation(
     config: EvaluateConfig, checkpoint: str, root: Path, take: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
-    """What the workers of an evaluation return: top-1, top-5, the number of images, and why some are unreadable;
-    the loss, or what the probe has chosen. `take` is called with the file of features.
+    """Run an evaluation. Returns top-1, top-5, the number of images, reasons for unreadable ones, and the loss or the
+    probe's choices. `take` is called with the file of features.
 
     Raises DistillError.
     """
@@ -190,7 +190,7 @@ def run_evaluation(
             try:
                 wait_for(partial(fit, recorder=recorder), display)
             except trainer.ClusterFullError as error:
-                raise ClusterError(f"evaluation failed: {error}; wait for their end") from error
+                raise ClusterError(f"evaluation failed: {error}; wait until they end") from error
             except WorkersFailedError as error:
                 raise evaluation_error(error) from error
             fetch_result(output)
@@ -200,17 +200,17 @@ def run_evaluation(
             return dict(json.loads(output.read_text()))
     finally:
         if is_copy:
-            with contextlib.suppress(StorageError):  # how the evaluation ended matters more
+            with contextlib.suppress(StorageError):  # the evaluation's result or error matters more
                 delete(output)
                 delete(output.with_suffix(".parquet"))
                 ObjectStore(ray_storage(run_dir), OPENING_S).delete_all()
         shutil.rmtree(run_dir.root, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another evaluation is under way
+        with contextlib.suppress(OSError):  # another evaluation is running
             run_dir.root.parent.rmdir()
 
 
 def reserve(config: EvaluateConfig, cluster: Cluster) -> tuple[int, Reservation]:
-    """The loader workers of each worker, and what the evaluation reserves. Raises ClusterError where that does not fit."""
+    """Return the loader workers per worker, and the evaluation's reservation. Raises ClusterError: it does not fit."""
     workers, scale = config.data.loader_workers, config.scale
     has_gpu = use_gpu(scale.use_gpu, cluster)
     if workers == "auto":

@@ -1,4 +1,4 @@
-"""The writer of a run's `events.jsonl`, one at a time: the driver's process, or the actor in `recorder` while Ray runs."""
+"""The writer of a run's `events.jsonl`. The driver's process writes it, or the actor in `recorder` while Ray runs."""
 
 import contextlib
 import os
@@ -12,35 +12,35 @@ from trainables.locks import try_lock
 from trainables.rundir import Line, fsync_directory, lines_after
 
 LOCK_WAIT_S = 30.0
-"""A writer that was killed has the lock until its process is gone."""
+"""How long to wait for the lock: a killed writer holds it until its process is gone."""
 CHUNK_BYTES = 1 << 20
-"""So much of a log is read at a time."""
+"""Bytes of a log that are read at a time."""
 
 
 class StaleAttemptError(Exception):
-    """Workers that were given up still live: others work on their stage by now."""
+    """Workers of an abandoned attempt are still alive, and a newer attempt is working on their stage."""
 
     def __init__(self, stage: str, attempt: int) -> None:
         super().__init__(stage, attempt)
 
     def __str__(self) -> str:
-        return f"attempt {self.args[1]} at {self.args[0]} was given up: another one has begun"
+        return f"attempt {self.args[1]} at {self.args[0]} was abandoned: a newer one has begun"
 
 
 class EventLog:
-    """The file, open and locked. It holds each `ONCE` kind of a stage once at a step, however often a job is resumed."""
+    """The open, locked file. An event of a `ONCE` kind is written once per stage and step, however often a job is resumed."""
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
-        """Create the log, or go on with one.
+        """Create the log, or continue an existing one.
 
         Raises:
-            ExperimentError: another process writes it for `wait_s` seconds, or it is of another version.
+            ExperimentError: another process holds the lock for `wait_s` seconds, or the log has another version.
             OSError: it cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if (lock := try_lock(path, wait_s)) is None:
-            writer = "another process writes it, such as the ray::Recorder of a job that was killed"
-            raise ExperimentError(f"{path}: {writer}: wait until that ends, or end what `fuser {path}` names")
+            writer = "another process is writing it, such as the ray::Recorder of a killed job"
+            raise ExperimentError(f"{path}: {writer}: wait until it ends, or kill the process that `fuser {path}` lists")
         self.path, self._lock = path, lock
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         self._is_loaded = False
@@ -50,7 +50,7 @@ class EventLog:
             fsync_directory(path.parent)
 
     def _load(self) -> None:
-        """Take up what the file has, unless that is done: again after a failed write, be it that it could not be read at once."""
+        """Index the file, if that is not done yet or a write has failed since."""
         if self._is_loaded:
             return
         self._offsets: dict[str, list[tuple[int, int]]] = {}
@@ -60,10 +60,10 @@ class EventLog:
         for line in log_lines(self.path):
             self._take(parsed(line, self.path), line.end)
         self.size = os.fstat(self._file).st_size
-        """Bytes of what it has."""
+        """Size of the log in bytes."""
         self._is_torn = self.size > self._end
         last = Line(self.read(self._end, self.size), self.size)
-        self._take(parsed(last, self.path), self.size)  # where it is whole, and lacks its end alone
+        self._take(parsed(last, self.path), self.size)  # it may lack only its newline
         self._end += self._is_torn
         self._is_loaded = True
 
@@ -72,10 +72,10 @@ class EventLog:
         return max(self._attempts.values(), default=0)
 
     def append(self, events: Sequence[Event], attempt: int | None = None) -> None:
-        """Write events durably: they survive the machine once this has returned.
+        """Write events durably: once this returns, they survive a crash of the machine.
 
-        What the log has already is left out, so that a call may be repeated whose answer was lost; a stage's second `start`
-        becomes a `resume` without numbers. `attempt`: that of the workers that send them.
+        Events that the log has already are skipped, so that a call whose answer was lost may be repeated. A stage's second
+        `start` becomes a `resume` without numbers. `attempt` is the attempt of the workers that send the events.
 
         Raises:
             StaleAttemptError: a newer attempt at the stage has begun.
@@ -86,9 +86,9 @@ class EventLog:
                 raise refusal
 
     def append_each(self, groups: Sequence[tuple[Sequence[Event], int | None]]) -> list[Exception | None]:
-        """`append` several groups of events by one write: why each was refused, or None.
+        """`append` several groups of events in one write. Returns for each group why it was refused, or None.
 
-        Raises OSError: the disk is full or cannot be written; the log is as it was.
+        Raises OSError: the disk is full or cannot be written; the log is unchanged.
         """
         self._load()
         refusals, accepted = list[Exception | None](), list[bytes]()
@@ -109,9 +109,9 @@ class EventLog:
             raise StaleAttemptError(stage, attempt)
 
     def _accept(self, events: Sequence[Event], attempt: int | None) -> list[bytes]:
-        """The lines of those events that the log has not got yet; from here on they count as recorded.
+        """Return the lines of the events that are new, and mark these as recorded.
 
-        Raises StaleAttemptError; TypeError, ValueError: JSON does not have what is in one. Then none of them counts.
+        Raises before any is marked: StaleAttemptError; TypeError or ValueError if an event is not valid JSON.
         """
         attempts = {} if attempt is None else {each["stage"]: attempt for each in events}
         for stage, number in attempts.items():
@@ -126,13 +126,13 @@ class EventLog:
                 line = to_line(each)
             if "refused_with" in each and any(kind == "trial_ended" for kind, *_ in recorded):
                 continue
-            if _mark(each) not in recorded:
+            if _identity(each) not in recorded:
                 self._take(each, self._end + len(line))
                 accepted.append(line)
         return accepted
 
     def _take(self, each: Event | None, end: int) -> None:
-        """Take up what the line has that ends at this offset."""
+        """Index the line that ends at offset `end`; `each` is its event, or None if it has none."""
         begin, self._end = self._end, end
         if each is None:
             return
@@ -143,9 +143,9 @@ class EventLog:
             self._recorded.pop(key, None)
             self._offsets.pop(key, None)
         marks = self._recorded.setdefault(key, set())
-        marks.add(_mark(each))
-        if each["kind"] == "start":  # which would be a resume if its call came twice
-            marks.add(_mark(_as_resume(each)))
+        marks.add(_identity(each))
+        if each["kind"] == "start":  # a repeated call would send it as a resume
+            marks.add(_identity(_as_resume(each)))
         if each["kind"] != "discarded":
             self._offsets.setdefault(key, []).append((begin, end))
 
@@ -155,8 +155,8 @@ class EventLog:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
             os.fsync(self._file)
-        except BaseException as error:  # of any kind, such as Ctrl-C
-            with contextlib.suppress(OSError):  # what cannot be cut off is ended by the next write
+        except BaseException as error:  # including Ctrl-C
+            with contextlib.suppress(OSError):  # a partial line that stays is ended by the next write
                 os.ftruncate(self._file, self.size)
             self._is_loaded = False
             if isinstance(error, OSError):
@@ -165,30 +165,30 @@ class EventLog:
         self.size, self._is_torn = self._end, False
 
     def of(self, key: str) -> list[Event]:
-        """The events of a stage, or of a trial by its folder (`trials/003`), in order; "": those of the run itself.
+        """Return the events of a stage, of a trial given by its folder (`trials/003`), or of the run itself (""), in order.
 
-        Raises OSError: it cannot be read.
+        Raises OSError: the log cannot be read.
         """
         self._load()
         lines = [Line(self.read(begin, end), end) for begin, end in self._offsets.get(key, ())]
         return [each for line in lines if (each := parsed(line, self.path)) is not None]
 
     def read(self, begin: int, end: int) -> bytes:
-        """The bytes from one offset to another."""
+        """Return the bytes in `[begin, end)`."""
         return os.pread(self._file, end - begin, begin)
 
     def close(self) -> None:
-        """Let another process write; this one gets OSError from here on."""
+        """Release the log for another process. Later writes here raise OSError."""
         if self._file != -1:
             os.close(self._file)
             self._file = -1
             self._lock.release()
 
 
-def _mark(each: Event) -> tuple[Any, ...]:
-    """What makes an event the same as another of its stage or trial: where it is of no `ONCE` kind, all that it has.
+def _identity(each: Event) -> tuple[Any, ...]:
+    """Return what two equal events of a stage or trial share: kind and step for a `ONCE` kind, else the whole content.
 
-    A checkpoint in an object store has names of its own, and so is never the same as another one.
+    Checkpoints in an object store have unique names and so are all distinct.
     """
     if each["kind"] not in ONCE:
         return each["kind"], hash(to_line(each))
@@ -206,7 +206,7 @@ def _key(each: Event) -> str:
 
 
 def log_lines(path: Path) -> Iterator[Line]:
-    """The complete lines of a log, a part of it in memory at a time. Raises ExperimentError: it is of another format."""
+    """Yield the complete lines of a log, reading it in chunks. Raises ExperimentError: it has another format."""
     end = 0
     while lines := lines_after(path, end, CHUNK_BYTES):
         if not end:
@@ -216,6 +216,6 @@ def log_lines(path: Path) -> Iterator[Line]:
 
 
 def check_version(path: Path, first: bytes) -> None:
-    """Refuse a log of another format by its first line. Raises ExperimentError."""
+    """Check the format in a log's first line. Raises ExperimentError: it is another one."""
     if (record := Line(first, 0).record) and record.get("version") != VERSION:
-        raise ExperimentError(f"{path} has format {record.get('version')!r}, and this version reads {VERSION}: begin another run")
+        raise ExperimentError(f"{path} has format {record.get('version')!r}, and this version reads {VERSION}: start a new run")

@@ -1,6 +1,6 @@
-"""What `events.jsonl` holds: the kinds of events, their fields, and how the file is read.
+"""The kinds and fields of the events in `events.jsonl`, and functions to read the file.
 
-One JSON object a line, the first one `{"kind": "log", "version": 1, "id": …}`. Reading takes no lock and runs no code of the run.
+Each line is a JSON object, the first one `{"kind": "log", "version": 1, "id": …}`. Reading takes no lock and runs no user code.
 """
 
 import json
@@ -39,26 +39,28 @@ FIELDS: dict[str, dict[str, type]] = {
     "trial_ended": {"trial": str, "outcome": dict},
     "discarded": {},
 }
-"""Kind → the fields that each event of it has beside `kind` and `time_ms` (unix). It may have more, such as `trial`.
+"""Kind → required fields of its events, besides `kind` and `time_ms` (unix). Events may have more, such as `trial`.
 
-`log`: its `id` distinguishes the log from every other one. `session_begun` has the `tags` that say what code runs.
-`stage_ended`: of a run's own stages; what a trial's ended in is in its `trial_ended`.
-`stage` is the stage's folder, relative to the run's: `student`, `trials/003/student-2`. `checkpoint`: its `names` in the stage's
-`checkpoints/`. `result`: fields of `RunResult` that
-have changed; of `trials` the rows that have. `attempt`: workers begin on a stage, numbered throughout the log. `summary` has
-the fields of `StageResult` too. `trial_ended`: one measurement of a trial; `refused_with`: the trial that it was refused with,
-which counts only where it has not ended. `discarded`: what was recorded of its `stage`, or how its `trial` ended, does not count
-any more.
+`stage`, in any kind, is the stage's folder relative to the run's, such as `student` or `trials/003/student-2`.
+- `log`: `id` is unique to the log.
+- `session_begun`: has the `tags` that identify the code.
+- `result`: the fields of `RunResult` that have changed, and of `trials` only the changed rows.
+- `attempt`: workers begin on a stage; attempts are numbered throughout the log.
+- `summary`: also has the fields of `StageResult`.
+- `checkpoint`: `names` are its files in the stage's `checkpoints/`.
+- `stage_ended`: only for a run's own stages; trials have `trial_ended`.
+- `trial_ended`: one measurement of a trial. With `refused_with`, another trial's id, it is ignored if the trial has ended.
+- `discarded`: cancels the earlier events of its `stage`, or the outcome of its `trial`.
 """
 ONCE = ("start", "step", "epoch", "summary", "checkpoint")
-"""Kinds that a stage has once at a step; a checkpoint in an object store is another one each time."""
+"""Kinds that a stage has at most once per step, except for checkpoints in an object store."""
 OUTLIVES_NODE = frozenset({"session_begun", "session_ended", "attempt", "checkpoint", "stage_ended", "trial_ended"})
-"""Kinds whose sender waits, where the run is in an object store, until that has them and all before."""
+"""Kinds that an object store must have, with all earlier events, before their sender continues."""
 _HEAD = re.compile(rb'\{"kind": "(\w+)"(?:, "stage": "([^"\\]*)")?, "time_ms": (\d+)')
 
 
 def event(kind: str, stage: str | None = None, **fields: Any) -> Event:
-    """An event of now. Raises ValueError: it lacks a field."""
+    """Create an event with the current time. Raises ValueError: a field is missing."""
     about = {} if stage is None else {"stage": stage}
     made = {"kind": kind, **about, "time_ms": time.time_ns() // 1_000_000, **fields}
     if problem := _problem(made):
@@ -67,36 +69,34 @@ def event(kind: str, stage: str | None = None, **fields: Any) -> Event:
 
 
 def first_event() -> Event:
-    """The first event of a new log."""
+    """Create the first event of a new log."""
     return event("log", version=VERSION, id=uuid.uuid4().hex)
 
 
 def to_line(made: Event) -> bytes:
-    """An event as the file has it, the secrets of its URIs hidden."""
+    """Serialize an event as a line, with secrets in URIs redacted."""
     return json.dumps(redact_values(made)).encode() + b"\n"
 
 
 def head(raw: bytes) -> tuple[str, str, int]:
-    """Kind, stage and time of the line of a stage's event, without parsing it; ("", "", 0) of any other."""
+    """Return kind, stage and time of a stage's event without parsing the line, or ("", "", 0) for other events."""
     found = _HEAD.match(raw)
     return ("", "", 0) if found is None or found[2] is None else (found[1].decode(), found[2].decode(), int(found[3]))
 
 
 def parsed(line: Line, path: Path) -> Event | None:
-    """The event in a line; None where it has none that this version knows. One that is damaged is logged."""
+    """Return the event in a line, or None if this version does not know it. A damaged event is logged, and None."""
     record = line.record
-    if record is None:  # cut off by a death
-        return None
-    if record.get("kind") not in FIELDS:
+    if record is None or record.get("kind") not in FIELDS:  # a kill may have cut the line off
         return None
     if problem := _problem(record):
-        log.warning("%s: the line that ends at byte %d is left out: %s", path, line.end, problem)
+        log.warning("%s: skipped the line that ends at byte %d: %s", path, line.end, problem)
         return None
     return record
 
 
 def _problem(record: Event) -> str:
-    """What is wrong with the fields of an event of a known kind; "" where nothing is."""
+    """Say what is wrong with the fields of an event of a known kind, or ""."""
     for name, kind in {"time_ms": int, **FIELDS[record["kind"]]}.items():
         accepted = (int, float) if kind is float else kind
         if not isinstance(record.get(name), accepted):
@@ -105,16 +105,16 @@ def _problem(record: Event) -> str:
 
 
 class Tail:
-    """The complete lines that a growing file has gained since the last look."""
+    """Reads complete new lines of a growing file."""
 
     def __init__(self, path: Path, offset: int | None = 0) -> None:
-        """`offset`: behind the last line; None: at the end that the file has once its size can be read, best now."""
+        """Start at `offset`, or if None at the end of the file, as soon as its size can be read."""
         self.path, self.offset = path, offset
         if offset is None:
             self.lines()
 
     def lines(self) -> list[Line]:
-        """None while the file cannot be read, as on a file server that is down."""
+        """Return the new lines. There are none while the file cannot be read, as on a file server that is down."""
         try:
             if self.offset is None:
                 self.offset = _size(self.path)
@@ -127,10 +127,10 @@ class Tail:
 
 
 class EventTail(Tail):
-    """The events that a log has gained since the last look."""
+    """Reads new events of a log."""
 
     def new(self) -> list[Event]:
-        """See `Tail.lines`."""
+        """Return the new events, see `Tail.lines`."""
         return [found for line in self.lines() if (found := parsed(line, self.path)) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Whether a teacher with given weights is fine-tuned before it teaches. Torch is imported late."""
+"""Decides whether a teacher with given weights is fine-tuned before it teaches. Torch is imported late."""
 
 from pathlib import Path
 
@@ -8,15 +8,16 @@ from trainables.errors import ExperimentError
 from trainables.notices import notice
 
 OTHER_CLASSES = "the classes of teacher.weights"
-"""The source of a `teacher.finetune` that was not written."""
+"""The source of a `teacher.finetune` that the user did not write."""
 
 
 def with_finetuning(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
-    """The experiment with `teacher.finetune: true` where its weights have other classes, a method reads these, and it is absent.
+    """Set `teacher.finetune: true` if it is unset, the weights have other classes than the data, and a method reads these.
 
-    A run decides once, and its `experiment.yaml` says it. What is fine-tuned is a notice, and so is a rate that nothing has.
+    This is decided once per run, and written to its `experiment.yaml`. Fine-tuning is a notice, and so is an unused
+    `teacher.lr`, `lr_head` or `layer_decay`.
 
-    Raises DistillError: the weights cannot be read, or their classes may be these under other names.
+    Raises DistillError: the weights cannot be read, or their classes may be the data's under other names.
     """
     from trainables.models.model_input import teacher_input
     from trainables.models.weights import other_classes

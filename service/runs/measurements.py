@@ -1,4 +1,4 @@
-"""A point that was measured several times: all measurements in its one outcome."""
+"""Combines several measurements of a point into one outcome."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,9 +9,9 @@ LARGEST, SMALLEST = ("peak_memory_mib", "reserved_memory_mib"), ("free_memory_mi
 
 
 def combined(measurements: Sequence[Outcome]) -> Outcome:
-    """The outcome of a point: one that ran at least once is `ok`, whatever its other measurements ended in.
+    """Return the outcome of a point, which is `ok` if at least one measurement is.
 
-    `measurements` are added where there are several. `metrics`: see `pooled`; seconds and starts are summed.
+    Several measurements are also listed in `measurements`. For `metrics` see `pooled`; other times are summed.
     """
     last = measurements[-1]
     if len(measurements) == 1:
@@ -38,10 +38,10 @@ def combined(measurements: Sequence[Outcome]) -> Outcome:
 
 
 def pooled(measured: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """One set of metrics for several measurements of so many steps: means over all steps.
+    """Pool the metrics of several measurements, each with its number of steps: means over all steps.
 
-    Images per second are all images over all seconds. Least, most and peak are those of all, counts of steps are summed.
-    The number of a rank's node has no mean: it is left out where the measurements were on different nodes.
+    `images_per_s` is all images over all seconds. Minima, maxima and peaks are taken over all measurements, and counts and
+    times are summed. A rank's node number is left out if the measurements ran on different nodes.
     """
     if len(measured) < 2:
         return dict(measured[0][0]) if measured else {}

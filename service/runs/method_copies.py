@@ -1,6 +1,6 @@
-"""A run's copies of the files of methods and models that its experiment names: it continues with the code with which it began.
+"""Copies a user's method and model files into the run, so that a resumed run uses the code that it began with.
 
-`methods/index.json`: each file, as the experiment names it → the name of its copy, STEM-HASH.py with the hash of its text.
+`methods/index.json` maps each file, as the experiment names it, to its copy, STEM-HASH.py with the hash of its text.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ HASH_DIGITS = 12
 
 
 def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
-    """Copy the files that an experiment, or its sweep, names; from here on methods and models are loaded from the copies.
+    """Copy the files that an experiment or its sweep names, and load methods and models from the copies from now on.
 
     Raises:
         ExperimentError: a file cannot be read.
@@ -36,19 +36,19 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
 
 
 def use_copies_of(run_dir: RunDir) -> None:
-    """Load methods and models from the copies of a run from here on, where it has some.
+    """Load methods and models from a run's copies, if it has any, from now on.
 
     Raises ExperimentError: a copy is missing or was changed.
     """
     copies = _copies(run_dir)
     for path in copies.values():
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest()[:HASH_DIGITS] != path.stem[-HASH_DIGITS:]:
-            raise ExperimentError(f"{path} was changed after the run began: put back its text, or begin a new run")
+            raise ExperimentError(f"{path} was changed after the run began: restore its text, or start a new run")
     use_copies(copies)
 
 
 def changed_methods(run_dir: RunDir) -> Iterator[str]:
-    """One line for each file that differs from the copy with which the run continues."""
+    """Yield a line for each file that differs from the copy that the run uses."""
     for name, path in _copies(run_dir).items():
         exists = Path(name).is_file()
         if not exists or Path(name).read_bytes() != path.read_bytes():
@@ -64,5 +64,5 @@ def _copies(run_dir: RunDir) -> dict[str, Path]:
         return {str(name): run_dir.methods / file for name, file in index.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ExperimentError(
-            f"{run_dir.methods_index} cannot be read ({error}): put back a copy, or begin again from {run_dir.experiment}"
+            f"{run_dir.methods_index} cannot be read ({error}): restore a copy, or start again from {run_dir.experiment}"
         ) from error

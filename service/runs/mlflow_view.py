@@ -1,4 +1,4 @@
-"""What MLflow has of a run: a function of the run's log, of `experiment.yaml`, and of the files that these name."""
+"""What MLflow shows of a run, computed from the run's log, `experiment.yaml` and the files that they name."""
 
 import functools
 import hashlib
@@ -31,7 +31,7 @@ from trainables.rundir import RunDir, lines_after
 log = logging.getLogger("raydistill")
 
 CHUNK_BYTES = 1 << 16
-"""So much of a log is read and sent at a time: what a kill leaves to be sent again."""
+"""Bytes of a log that are read and sent at a time. At most this much is sent again after a kill."""
 LINE_BYTES = 1 << 12
 _NOT_SHOWN = tuple(f'{{"kind": "{kind}"'.encode() for kind in ("step", "start", "resume", "attempt", "restart"))
 WINNER = "raydistill.winner"
@@ -40,27 +40,27 @@ _STATUS: dict[str, Status] = {"complete": "FINISHED", "failed": "FAILED", "inter
 
 
 class MlflowView:
-    """What MLflow has of a run: a run of its own, of a sweep with a child run for each trial. See `LogView`."""
+    """The MLflow runs of one log: a run, and for a sweep a child run per trial. Implements `LogView`."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.id, self.end = "", 0
         self.runs: dict[str, RunView] = {}
         self._run_dir, self._fold = run_dir, ResultFold()
         self._best_checkpoints: dict[str, str] = {}
-        """The name of the newest, by stage."""
+        """File name of the newest one, by stage."""
         self._winner: str | None = None
         self._mark = ""
-        """Offset of the line that is being taken up, and a checksum of it."""
+        """Offset and checksum of the current line."""
 
     @property
     def registered_model(self) -> str | None:
         return self._experiment.tracking.register_model
 
     def read(self) -> bool:
-        """Take up the next part of the log; False: there is none. After an error it is not to be used any more.
+        """Read the next part of the log. Returns whether there was one. After an error the view must not be used again.
 
         Raises:
-            ExperimentError: `experiment.yaml` is damaged, or the log is of another version.
+            ExperimentError: `experiment.yaml` is damaged, or the log has another version.
             OSError: the log cannot be read.
         """
         path = self._run_dir.events
@@ -74,7 +74,7 @@ class MlflowView:
                 try:
                     self._take(event)
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    log.warning("tracking: %s: the event that ends at byte %d is left out: %r", path, line.end, error)
+                    log.warning("tracking: %s: skipped the event that ends at byte %d: %r", path, line.end, error)
         return bool(lines)
 
     def offset_of(self, mark: str) -> int:
@@ -87,7 +87,7 @@ class MlflowView:
         """See `LogView`."""
         try:
             return local_checkpoint(path)
-        except CheckpointError:  # it was removed: whoever reads it says so
+        except CheckpointError:  # it was removed; the error comes when it is read
             return path
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class MlflowView:
 
     @property
     def _kind(self) -> Kind:
-        """Kind of the run, and the key of its run in MLflow."""
+        """Kind of the run, which is also the key of its MLflow run."""
         kind: Kind = self._fold.fields["kind"]
         return kind
 
@@ -114,13 +114,13 @@ class MlflowView:
                     self._add_dataset(run)
                 for row in event["changes"].get("trials") or ():
                     if row["status"] not in ("pending", "untested") and f"trial/{row['id']}" not in self.runs:
-                        self._end_trial(row["id"], event)  # it never ran, as it cannot
+                        self._end_trial(row["id"], event)  # it cannot run, so no `trial_ended` follows
             case "stage_begun" if "trial" in event:
                 self._trial_run(event["trial"], event)
             case "epoch":
                 prefix = _prefix(event["stage"])
                 self._add_metrics(self._run_of(event), event, of_epoch(event["metrics"], prefix), event["step"])
-            case "summary" if "/" not in event["stage"]:  # the numbers of a trial are those of all its measurements
+            case "summary" if "/" not in event["stage"]:  # a trial's metrics combine its measurements
                 shown = of_summary(event["metrics"], _prefix(event["stage"]), followed=True)
                 self._add_metrics(self.runs[self._kind], event, shown, int(event["metrics"].get("steps", 0)))
             case "checkpoint" if best := checkpoint_names([event]).get("best"):
@@ -146,7 +146,7 @@ class MlflowView:
     def _end_session(self, event: Event) -> None:
         status, run = _STATUS[event["status"]], self.runs[self._kind]
         for each in self.runs.values():
-            if each.status == "RUNNING":  # of trials those that the end has interrupted
+            if each.status == "RUNNING":  # the run, and trials that were interrupted
                 self._set_status(each, status, event)
         verdict = "\n\n".join(self._fold.fields.get("verdict", ()))
         if verdict:
@@ -157,7 +157,7 @@ class MlflowView:
         self._add(run, "artifact", self._run_dir.report)
 
     def _mark_winner(self, sweep: RunView, verdict: str, ended: Event) -> None:
-        """Tag and describe the best trial, and untag that of an earlier session; the sweep has the winner's numbers too."""
+        """Tag and describe the best trial, untag the one of an earlier session, and copy the winner's metrics to the sweep."""
         best = self._fold.result(self._run_dir.events).best
         winner = best.id if best else None
         if self._winner not in (None, winner):
@@ -166,12 +166,12 @@ class MlflowView:
         if best is None or (trial := self.runs.get(f"trial/{winner}")) is None:
             return
         self._set_tags(trial, {WINNER: "true", DESCRIPTION: verdict})
-        # At one step, whatever the winner's own: those of a later session's winner, of fewer steps, would not be the latest.
+        # Always at step 0: MLflow shows the value of the highest step, and a later session's winner may have fewer steps.
         self._add_metrics(sweep, ended, of_summary(best.metrics, followed=False), 0)
         self._add_model(f"trials/{winner}/student")
 
     def _trial_run(self, trial: str, event: Event) -> RunView:
-        """The run of a trial that has begun or ended, which is running from now on."""
+        """Return the run of a trial, creating it if needed, and set it to RUNNING."""
         row = self._fold.rows.get(trial, {"params": {}})
         if (run := self.runs.get(f"trial/{trial}")) is None:
             names = short_names(row["params"])
@@ -180,14 +180,14 @@ class MlflowView:
             run = self.runs[f"trial/{trial}"] = RunView(f"trial/{trial}", name, self._kind, event["time_ms"], params)
             self._set_tags(run, {"raydistill.kind": "trial"})
             if row.get("kind") == "accuracy" and event["kind"] == "stage_begun":
-                # The first metric of a run is the one on which MLflow's page for comparing runs opens.
+                # MLflow's page for comparing runs opens with the metric that was logged first.
                 self._add_metrics(run, event, {self._experiment.sweep.figure: math.nan}, 0)
             self._add_dataset(run)
         run.status = "RUNNING"
         return self._touch(run)
 
     def _trial_params(self, trial: str) -> dict[str, str]:
-        """Parameters of a trial; one that is wrong in itself has its point alone."""
+        """Return a trial's parameters. An invalid point has no experiment, so only the values of the point."""
         row, path = self._fold.rows.get(trial, {}), self._run_dir.trial(trial).experiment
         tree = strict_yaml.parse(path.read_text(), str(path)) if path.exists() else {}
         workers = {key: value for key, value in row.get("scale", {}).items() if key == LOADER_WORKERS}
@@ -200,21 +200,21 @@ class MlflowView:
         about = {"status": outcome.status, "reason": outcome.reason, "trial_kind": row.get("kind", "")}
         about |= {"oversubscribed": str(row.get("oversubscribed", False)), "measurements": str(len(outcome.each_measurement))}
         self._set_tags(run, about)
-        has_epochs = row.get("kind") == "accuracy"  # one that ends after its steps are timed has none
+        has_epochs = row.get("kind") == "accuracy"  # a timing trial has none
         shown = of_summary(outcome.metrics, followed=has_epochs, first=self._experiment.sweep.figure)
         self._add_metrics(run, event, shown, int(outcome.metrics.get("steps", 0)))
         if (experiment := self._run_dir.trial(trial).experiment).exists():
             self._add(run, "artifact", experiment)
 
     def _run_of(self, event: Event) -> RunView:
-        """The run that an event of a stage is about."""
+        """The run that a stage's event belongs to."""
         parts = Path(event["stage"]).parts
         if parts[0] != "trials":
             return self.runs[self._kind]
         return self.runs.get(f"trial/{parts[1]}") or self._trial_run(parts[1], event)
 
     def _add_dataset(self, run: RunView) -> None:
-        """What a run is trained on, for MLflow's dataset column; left out where a sweep searches over `data.path`."""
+        """Add the run's training data for MLflow's dataset column, unless a sweep searches over `data.path`."""
         if (fields := self._fold.fields.get("data")) is None:
             return
         data, path = DataIdentity.model_validate_json(json.dumps(fields)), self._experiment.data.path
@@ -229,7 +229,7 @@ class MlflowView:
         self._add(run, "dataset", dataset)
 
     def _add_model(self, stage: str) -> None:
-        """The best weights of a stage, as a model of the run."""
+        """Add the best weights of a stage as the run's model."""
         if stage in self._best_checkpoints and self._experiment.tracking.log_model:
             best = self._run_dir.stage(stage).best.with_name(self._best_checkpoints[stage])
             self._add(self.runs[self._kind], "model", best)
@@ -253,7 +253,7 @@ class MlflowView:
 
 
 def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:
-    """The saved views in which a sweep's trials, or a run and those beside it, are compared in MLflow."""
+    """Return MLflow's saved views that compare a sweep's trials, or a run with others of its MLflow experiment."""
     if kind == "train":
         has_accuracy = experiment.train.max_steps is None
         return saved_views(kind, {}, "top1_pct" if has_accuracy else "images_per_s", ascending=False, has_accuracy=has_accuracy)
@@ -264,6 +264,6 @@ def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:
 
 
 def _prefix(stage: str) -> str:
-    """Prefix of a stage's metrics: the student, measured once or several times, has none."""
+    """Return the prefix of a stage's metrics, which is empty for the student and its repeated measurements."""
     name = Path(stage).name
     return "" if name == "student" or name.removeprefix("student-").isdecimal() else f"{name}/"

@@ -1,4 +1,4 @@
-"""`distill pack`: plan, spread the shards over cores or over a Ray cluster, verify, join. A killed one continues."""
+"""`distill pack`: plan, write shards on all cores or a Ray cluster, write the index, verify. Resumes after a kill."""
 
 import contextlib
 import json
@@ -28,11 +28,11 @@ _MAX_REASONS = 6
 
 @dataclass(frozen=True)
 class Packing:
-    """What came out of one command."""
+    """The outcome of one command."""
 
     index: Index
     num_written: int
-    """Shards that this command wrote; the others were finished before."""
+    """Number of shards that this command wrote; the others existed before."""
     seconds: float
 
 
@@ -48,12 +48,12 @@ def pack(
     labels: bool = True,
     val_share: float | None = None,
 ) -> Packing:
-    """Pack `source` into the folder `dest`, or continue. The result does not depend on `processes`.
+    """Pack `source` into the folder `dest`, or resume packing. The result does not depend on `processes`.
 
     Raises:
         DataError: see `plan_pack`, `refuse_single_class` and `write_set`; a disk or a network fails; `dest` holds something
-            else, another command works on it, or its disk is too small.
-        ClusterError: RAY_ADDRESS names a cluster that is not there, or that does not share `dest`.
+            else, another command is working on it, or its disk is too small.
+        ClusterError: the cluster of RAY_ADDRESS does not answer, or does not share `dest`.
     """
     began = time.monotonic()
     source, dest = expand_home(source).resolve(), expand_home(dest).resolve()
@@ -74,10 +74,10 @@ def pack(
                     "fix or remove them and pack into another folder, or leave out --strict"
                 )
             verify(dest, index, processes)
-            shutil.rmtree(unfinished, ignore_errors=True)  # where one was killed right after it wrote the index
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a kill right after the index was written
             return Packing(index, 0, time.monotonic() - began)
         unfinished.mkdir(parents=True, exist_ok=True)
-        busy = DataError(f"{dest}: another `distill pack` works on it; wait for its end")
+        busy = DataError(f"{dest}: another `distill pack` is working on it; wait until it ends")
         with locked_or_raise(unfinished / "lock", busy):
             try:
                 packed = json.loads((unfinished / "plan.json").read_bytes())["plan"]
@@ -85,7 +85,7 @@ def pack(
                 packed = plan.fingerprint
                 write_json(unfinished / "plan.json", {"plan": packed, "source": str(source), "mode": str(mode)})
             _refuse_other(dest, plan, packed, "an unfinished set")
-            for torn in dest.glob(".*.tmp"):  # what a killed process was writing
+            for torn in dest.glob(".*.tmp"):  # partial files of a killed process
                 torn.unlink(missing_ok=True)
             missing = [job for job in plan.jobs if not job.is_whole()]
             num_missing = sum(len(job.split_listing.locations) for job in missing)
@@ -104,7 +104,7 @@ def pack(
 
 @contextlib.contextmanager
 def errors_as_data_error(source: Path, dest: Path) -> Iterator[None]:
-    """An error of disk or network ends the command in one line; nothing that was finished is lost."""
+    """Turn disk and network errors into a one-line DataError. Finished shards are not lost."""
     try:
         yield
     except OSError as error:
@@ -113,14 +113,11 @@ def errors_as_data_error(source: Path, dest: Path) -> Iterator[None]:
 
 
 def verify(dest: Path, index: Index, threads: int) -> None:
-    """Read every file and compare its checksum.
-
-    Raises DataError: what is wrong with the first that differs, and with how many.
-    """
+    """Verify the checksums of all files. Raises DataError: what is wrong with the first file, and how many are wrong."""
     files = index.files()
     with bar("verifying", "files", len(files)) as advance:
         wrong = []
-        # Threads: hashing and reading both leave the interpreter to others.
+        # Threads are enough, as reading and hashing release the GIL.
         with ThreadPoolExecutor(threads) as pool:
             for fault in pool.map(partial(check_file, dest), files):
                 advance(1)
@@ -139,7 +136,7 @@ def _refuse_other(dest: Path, plan: PackPlan, fingerprint: object, what: str) ->
 
 
 def summary_line(dest: Path, packing: Packing) -> str:
-    """A packing in one line."""
+    """Describe a packing in one line."""
     index, where = packing.index, printable(str(dest))
     counts = ", ".join(f"{split.rows.rows:,} {name}" for name, split in index.splits.items())
     mib = sum(file.bytes for file in index.files()) / 2**20

@@ -1,4 +1,4 @@
-"""What an experiment's stages run on, once every `auto` is resolved on a cluster."""
+"""Plans what an experiment's stages run on, with every `auto` resolved for a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainables.rundir import RunDir
 
 @dataclass(frozen=True)
 class Plan:
-    """What the stages of one experiment run on, resolved on a cluster."""
+    """The devices and loader workers of one experiment's stages on a cluster."""
 
     experiment: Experiment
     use_gpu: bool
@@ -28,7 +28,7 @@ class Plan:
 
     @classmethod
     def on(cls, experiment: Experiment, cluster: Cluster, accepted_data: DataIdentity | None = None) -> Plan:
-        """Resolve every `auto`."""
+        """Resolve every `auto` for a cluster."""
         scale, loader_workers = experiment.scale, experiment.data.loader_workers
         has_gpu = use_gpu(scale.use_gpu, cluster)
         if loader_workers == "auto":
@@ -44,10 +44,10 @@ class Plan:
         teachers: tuple[str, ...] = (),
         sweep_dir: RunDir | None = None,
     ) -> Assignment:
-        """One stage as its workers get it, and its init stage. `teachers` are the names of the actors that compute its teacher's
-        logits.
+        """Return the assignment of a stage, with its init stage if it has one.
 
-        `sweep_dir`: of a trial, that of its sweep, whose trials measure a teacher once.
+        `teachers` are the names of the actors that compute the teacher's logits. A trial passes its sweep's `sweep_dir`, so
+        that all trials share one measurement of the teacher.
 
         Raises ExperimentError: pipeline stages would write checkpoints of several files into an object store.
         """
@@ -57,8 +57,8 @@ class Plan:
         tree["run_store"], stages = run_store(run_dir.root), self.experiment.scale.pipeline_stages
         if tree["run_store"] is not None and stages > 1 and self.experiment.train.max_steps is None:
             raise ExperimentError(
-                f"scale.pipeline_stages {stages}: a checkpoint has a file for each stage, which a run in an object store does not"
-                " take: give --out or --runs a folder that all nodes share, or write scale.pipeline_stages 1"
+                f"scale.pipeline_stages {stages}: a checkpoint has a file per stage, which a run in an object store does not"
+                " support: give --out or --runs a folder that all nodes share, or write scale.pipeline_stages 1"
             )
         if self.experiment.measures_teacher(stage):
             tree["teacher_records"] = display_name((sweep_dir or run_dir).root)
@@ -76,7 +76,7 @@ class Plan:
         return reservation_of(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)
 
     def refusal(self, cluster: Cluster) -> str | None:
-        """Why this could not even run on the empty cluster, and what to change; None where it can."""
+        """Return why this does not fit even on the empty cluster and what to change, or None if it fits."""
         if self.experiment.data.decodes_on_device and not self.use_gpu:
             return f"data.decoder: {self.experiment.data.decoder} works on GPUs only, and there are none: write auto"
         if refusal := cluster.refusal(self.reservation()):
@@ -87,25 +87,25 @@ class Plan:
         return None
 
     def check(self, cluster: Cluster) -> None:
-        """Refuse what does not fit on the cluster: it would wait for ever, silently. Raises ClusterError: see `refusal`."""
+        """Raise ClusterError with the `refusal` if the plan does not fit on the cluster: it would wait forever."""
         if refusal := self.refusal(cluster):
             raise ClusterError(refusal)
 
     def describe(self, cluster: Cluster) -> str:
-        """One line on what runs on what; it names every `auto`."""
+        """Describe in one line what runs where, marking every value that was `auto`."""
         scale = self.experiment.scale
         kind = "GPU" if self.use_gpu else "CPU"
         auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
         stages = f" ({scale.num_replicas} × {scale.pipeline_stages} pipeline stages)" if scale.pipeline_stages > 1 else ""
         loaders = f"{self.loader_workers} loader worker{'s' * (self.loader_workers != 1)}{auto}"
-        fewest = f"{scale.min_workers} to " if scale.min_workers is not None else ""
+        minimum = f"{scale.min_workers} to " if scale.min_workers is not None else ""
         line = (
-            f"{fewest}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "
+            f"{minimum}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "
             f"{loaders}, global batch {self.experiment.data.global_batch_size}, "
             f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) != 1 else ''}"
         )
         if cluster.autoscaled:
-            line += ", and those that an autoscaler starts"
+            line += ", plus nodes that an autoscaler starts"
         if actors := self.reservation().service:
             line += f", and {actors.num_workers} for the teacher"
         if self.loader_workers == 0:
@@ -115,8 +115,8 @@ class Plan:
         return line
 
 
-def most_local_cpus(*experiments: Experiment) -> int:
-    """The CPUs that a Ray of our own has to offer for the largest of these experiments; 0 where RAY_ADDRESS names a cluster."""
+def max_local_cpus(*experiments: Experiment) -> int:
+    """Return the CPUs that a local Ray must offer for the largest of these experiments, or 0 if RAY_ADDRESS is set."""
     if not is_local():
         return 0
     capacity = local_capacity()

@@ -1,4 +1,4 @@
-"""The actor that writes a run's log while Ray runs, on the driver's node; see `trainables.worker.recorder` for its other end."""
+"""The actor on the driver's node that writes a run's log while Ray runs. Its client is `trainables.worker.recorder`."""
 
 import asyncio
 import logging
@@ -20,8 +20,7 @@ log = logging.getLogger("raydistill")
 
 
 def start_recorder(path: Path, store: LogStore | None = None) -> RunRecorder:
-    """Start the actor that writes the log at `path`, and puts it to a store. Where it dies, Ray starts it again: its state is
-    the file.
+    """Start the actor that writes the log at `path` and uploads it to `store`. If it dies, Ray restarts it from the file.
 
     Raises RecorderLostError: it could not open the log.
     """
@@ -30,14 +29,14 @@ def start_recorder(path: Path, store: LogStore | None = None) -> RunRecorder:
     recorder = RunRecorder(actor, str(path.parent), no_answer_s=NO_ANSWER_S + (0.0 if store is None else RETRY_S))
     try:
         recorder.record([])
-    except BaseException:  # as of Ctrl-C: it would hold the log
+    except BaseException:  # including Ctrl-C: the actor would keep the log locked
         ray.kill(actor)
         raise
     return recorder
 
 
 class Recorder:
-    """The actor that writes a run's log while Ray runs. What waits together takes one write and one fsync."""
+    """The actor that writes a run's log. Concurrent calls share one write and one fsync."""
 
     def __init__(self, path: str, store: LogStore | None = None) -> None:
         self._log = EventLog(Path(path))
@@ -48,21 +47,21 @@ class Recorder:
         self._waiting: list[tuple[Sequence[Event], int | None, asyncio.Future[None]]] = []
         self._texts: list[Text] = []
         self._lock = asyncio.Lock()
-        """Guards the log, in the order in which calls came."""
+        """Guards the log; calls get it in the order in which they came."""
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def append(self, events: Sequence[Event], attempt: int | None = None, texts: Sequence[Text] = ()) -> None:
-        """Returns once the events are durable, in a store too where they must be, and `texts` are at the ends of their files.
+        """Write events, and append `texts` to their files. Returns once the events are durable, also in the store if required.
 
-        Where the actor dies, Ray calls it again: the log leaves out what it has.
+        If the actor dies, Ray repeats the call; the log skips events that it has.
 
-        Raises Exception: as `EventLog.append` and `SegmentWriter.put` do. A text that a disk does not take is only logged.
+        Raises what `EventLog.append` and `SegmentWriter.put` raise. A text that cannot be written is only logged.
         """
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((events, attempt, written))
         self._texts += texts
         async with self._lock:
-            if not written.done():  # by a call before, with all that waited
+            if not written.done():  # else an earlier call has written these events with its own
                 await self._write()
         written.result()
         if self._segments is not None:
@@ -73,7 +72,7 @@ class Recorder:
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def begin_attempt(self, stage: str) -> int:
-        """The number of the attempt that workers begin now at a stage: events of earlier ones are refused from here on."""
+        """Return the number of a new attempt at a stage. Events of earlier attempts are refused from now on."""
         self._attempt += 1
         number = self._attempt
         await self.append([event("attempt", stage, attempt=number)])
@@ -87,12 +86,12 @@ class Recorder:
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def of(self, key: str) -> list[Event]:
-        """See `EventLog.of`: with all that came before."""
+        """See `EventLog.of`. Includes the events of all earlier calls."""
         async with self._lock:
             return await asyncio.to_thread(self._log.of, key)
 
     async def close(self) -> None:
-        """Let another process write, once all is written that came before; whoever sends more gets OSError."""
+        """Release the log once all earlier calls are written. Later calls raise OSError."""
         async with self._lock:
             if self._late is not None:
                 self._late.cancel()
@@ -113,14 +112,14 @@ class Recorder:
                 written.set_exception(refusal)
 
     async def _put(self, segments: SegmentWriter) -> None:
-        """Returns once the store has what the log has now. Raises as `SegmentWriter.put` does."""
+        """Upload the log as it is now. Raises what `SegmentWriter.put` raises."""
         end = self._log.size
         async with self._put_lock:
-            if segments.end < end:  # else a call before has put it
+            if segments.end < end:  # else an earlier call has uploaded it
                 await asyncio.to_thread(segments.put)
 
     async def _put_late(self, segments: SegmentWriter) -> None:
-        """Put what the log gains a little later; once another driver has the run, no more."""
+        """Upload new events after a delay, until the store has all or another driver has taken over the run."""
         while segments.end < self._log.size:
             await asyncio.sleep(PUT_LOG_EVERY_S)
             try:
@@ -134,15 +133,15 @@ class Recorder:
 
 
 def write_texts(root: Path, texts: Sequence[Text]) -> None:
-    """Append texts to files below `root`; one that cannot be written is logged."""
-    of_files = defaultdict[str, list[str]](list)
+    """Append texts to files below `root`. Write errors are logged."""
+    parts_by_file = defaultdict[str, list[str]](list)
     for name, text in texts:
-        of_files[name].append(text)
-    for name, parts in of_files.items():
+        parts_by_file[name].append(text)
+    for name, parts in parts_by_file.items():
         path = root / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:  # a file's name may be no UTF-8
+            with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:  # file names may not be UTF-8
                 file.write("".join(parts))
         except OSError as error:
             log.warning("%s cannot be written: %s", path, error.strerror)

@@ -1,4 +1,4 @@
-"""What the log of a run or sweep comes to, typed, and `result.json`, the snapshot of it for people and scripts."""
+"""The typed result of a run or sweep, which follows from its log, and `result.json`, its snapshot for people and scripts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +17,11 @@ from trainables.rundir import remove_unfinished, write_json
 
 Kind = Literal["train", "sweep"]
 VERSION = 2
-"""Format of `result.json`, which nothing here reads."""
+"""Format of `result.json`, which only other programs read."""
 
 
 class TrialScale(ResultPart):
-    """What a trial runs on; of one that cannot run whatever the space has. Loader workers are a number, or `auto`."""
+    """What a trial runs on. `loader_workers` is a number or `auto`; an infeasible trial has the values as written."""
 
     num_workers: int = Field(alias=NUM_WORKERS)
     global_batch_size: int = Field(alias=GLOBAL_BATCH)
@@ -34,7 +34,7 @@ class TrialScale(ResultPart):
 
 
 class TrialRow(Outcome):
-    """A row of a sweep: a point, what it runs on and how it ended."""
+    """A row of a sweep: a point, what it runs on, and its outcome."""
 
     id: str
     params: dict[str, Any]
@@ -44,11 +44,11 @@ class TrialRow(Outcome):
     """Whether the trial reserved more CPUs than the machine has cores."""
     scale: TrialScale
     speed_trial: str | None = None
-    """Of a training to the target: the trial that had measured the point's speed."""
+    """If this is a training to the target: the id of the trial that measured the point's speed."""
 
     @property
     def outcome(self) -> Outcome:
-        """How the trial ended, without what it is."""
+        """The outcome fields alone."""
         return Outcome.model_validate({name: getattr(self, name) for name in Outcome.model_fields})
 
     @property
@@ -72,11 +72,11 @@ class StageRow(Outcome):
     stage: str
     model: str
     checkpoint: str | None = None
-    """Of its best epoch."""
+    """The one of its best epoch."""
 
 
 class MlflowTarget(ResultPart):
-    """Where the records go."""
+    """The MLflow store and experiment of a run."""
 
     uri: str
     experiment: str
@@ -95,20 +95,20 @@ class SearchSummary(ResultPart):
 
     why: str = ""
     front: list[str] = Field(default_factory=list)
-    """The trials that no other one beats in speed and cost, the fewest workers first."""
+    """The trials that no other one beats in both speed and cost, fewest workers first."""
     bound_pct: float | None = None
-    """How much better a point may be, with a probability of 90%; None where nothing bounds that."""
+    """With 90% probability, no point is better by more than this; None if there is no bound."""
     spent_gpu_s: float = 0.0
     grid_share: float | None = None
-    """What was spent, as a share of a lean grid: every point once and briefly."""
+    """The cost as a share of a lean grid, which measures every point once and briefly."""
     b_noise: float | None = None
     s_min: float | None = None
     predicted_s: dict[str, float] = Field(default_factory=dict)
-    """Trial → seconds to the target, of a search for time."""
+    """Trial → predicted seconds to the target, in a search for time to accuracy."""
 
 
 class RunResult(ResultPart):
-    """A run or a sweep, however far it has come."""
+    """The result of a run or sweep, finished or not."""
 
     kind: Kind
     name: str
@@ -120,11 +120,11 @@ class RunResult(ResultPart):
     seconds: float = 0.0
     reason: str | None = None
     notices: list[str] = Field(default_factory=list)
-    """What was guessed, mapped or left out of the experiment's inputs, a line each."""
+    """A line for each thing that was guessed, mapped or left out of the inputs."""
     data: DataIdentity | None = None
-    """What it is trained on. None: a sweep that searches over `data.path`."""
+    """The data that it trains on, or None in a sweep over `data.path`."""
     not_exact: list[str] = Field(default_factory=list)
-    """Why it is not the run that an uninterrupted one would be: other data that a resume accepted, a line each."""
+    """A line for each reason why it differs from an uninterrupted run: other data that a resume accepted."""
     mlflow: MlflowTarget | None = None
     use_gpu: bool | None = None
     num_workers: int | None = None
@@ -132,9 +132,9 @@ class RunResult(ResultPart):
     stages: list[StageRow] = Field(default_factory=list)
     trials: list[TrialRow] | None = None
     chosen: str | None = None
-    """The best trial in the light of all probes of a guided search that has ended."""
+    """Id of the best trial according to all probes of a finished guided search."""
     space: dict[str, Any] = Field(default_factory=dict)
-    """Lists, ranges and distributions, as `service.config.space` has them."""
+    """Lists, ranges and distributions, as in `service.config.space`."""
     metric: str = ""
     mode: str = ""
     policy: str = ""
@@ -162,7 +162,7 @@ class RunResult(ResultPart):
 
     @property
     def best(self) -> TrialRow | None:
-        """The `chosen` trial, or the complete one with the best metric; None where no complete trial has it."""
+        """The `chosen` trial, else the complete one with the best metric, else None."""
         metric = TIME_S if self.metric == TIME else self.metric
         complete = [row for row in self.rows if row.status == "ok" and row.metrics.get(metric) is not None]
         pick: Callable[..., TrialRow | None] = max if self.mode == "max" else min
@@ -176,17 +176,17 @@ class RunResult(ResultPart):
 
     @property
     def notes(self) -> list[str]:
-        """What its reader has to know."""
+        """Lines that every reader of the result should see."""
         return [*self.notices, *(f"not exact: {line}" for line in self.not_exact)]
 
     @property
     def unit(self) -> str:
-        """What one worker runs on."""
+        """The device of one worker."""
         return "GPU" if self.use_gpu else "worker"
 
 
 def write_result(path: Path, result: RunResult) -> None:
-    """Write the `result.json` of a run directory that this process works on, atomically."""
+    """Write `result.json` atomically. The caller holds the run's lock."""
     remove_unfinished(path)
     fields = result.model_dump(mode="json", by_alias=True, warnings=False)
     best = None if result.best is None else result.best.model_dump(mode="json", by_alias=True, warnings=False)
@@ -194,22 +194,22 @@ def write_result(path: Path, result: RunResult) -> None:
 
 
 def parse_result(text: str, path: Path) -> RunResult:
-    """A result from JSON, of the log at `path`. Raises ExperimentError: it is damaged, in one line that names the field."""
+    """Parse the result of the log at `path`. Raises ExperimentError: it is damaged; the message names the field."""
     try:
         return RunResult.model_validate_json(text)
     except ValidationError as error:
         damage = first_mistake(error)
-    raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin another run")
+    raise ExperimentError(f"{path} is damaged: {damage}: restore a copy, or start a new run")
 
 
 def first_mistake(error: ValidationError) -> str:
-    """The first mistake: the field, and what it should be."""
+    """Describe the first mistake: the field, and what it should be."""
     detail = error.errors(include_url=False)[0]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).removeprefix(".")
     if detail["type"] == "without":
         return detail["msg"]
     if not field:
-        return "it is no JSON object"
+        return "it is not a JSON object"
     if detail["type"] == "missing":
         return f"{field}: missing"
     return f"{field}: must be {expected(detail)}, not {shown(detail['input'])}"

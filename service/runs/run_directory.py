@@ -1,4 +1,4 @@
-"""A run's directory: chosen, created, locked by one driver at a time, and opened again."""
+"""Chooses, creates, locks and reopens run directories. One driver at a time holds a run's lock."""
 
 import itertools
 import os
@@ -34,7 +34,7 @@ from trainables.rundir import RunDir, StageDir, create_private, unwritable_reaso
 from trainables.user_code import file_of, option_key
 
 RUN_NAME = "RAYDISTILL_RUN_NAME"
-"""In the environment of a submitted job: the name of the run that it begins."""
+"""Environment variable of a submitted job with the name of the run that it begins."""
 
 
 def has_begun(path: Path) -> bool:
@@ -43,10 +43,10 @@ def has_begun(path: Path) -> bool:
 
 
 def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
-    """Refuse to continue a run of another experiment. Raises ExperimentError: naming the first key that differs."""
+    """Raise ExperimentError, with the first key that differs, if the run at `path` has another experiment."""
     begun, _, result = reopen(path)
     trees = [each.experiment.model_dump(mode="json") for each in (resolved, begun)]
-    # A method's file may lie elsewhere, as in each Ray job: the run has its copy.
+    # The folder of a method's file may differ, as between Ray jobs: the run uses its copy.
     wanted, begun_with = (flatten(tree) | absolute_paths(tree, method=_by_file_name) for tree in trees)
     if begun.sources.get("teacher.finetune") == OTHER_CLASSES and wanted.get("teacher.finetune") is None:
         begun_with["teacher.finetune"] = None
@@ -59,7 +59,7 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
 
 
 def _by_file_name(method: str) -> str:
-    """The name of a method or a model, without the folder of its file."""
+    """Return the name of a method or model without the folder of its file."""
     path = file_of(method)
     return method if path is None else f"{path.name}:{option_key(method)}"
 
@@ -71,7 +71,7 @@ def _instead(path: Path) -> str:
 def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> None:
     """Refuse an `out` that has a run already, and folders that cannot be written, before anything is created.
 
-    `begun_ok`: a run that died before it could be resumed begins again. Raises ExperimentError.
+    With `begun_ok`, a run that died before it could be resumed may start again. Raises ExperimentError.
     """
     if out is not None and not begun_ok:
         check_free(out)
@@ -86,18 +86,18 @@ def check_writable(root: Path, out: Path | None, *, begun_ok: bool = False) -> N
 
 
 def check_free(out: Path) -> None:
-    """Raises ExperimentError: there is a run in `out`."""
+    """Raise ExperimentError if `out` holds a run."""
     if has_begun(out):
         raise ExperimentError(f"{display_name(out)} already holds a run: {_instead(out)}")
     if RunDir(out).experiment.exists() or RunDir(out).events.exists():
-        remedy = "add --continue to begin it again, or choose another --out"
-        raise ExperimentError(f"{display_name(out)} holds a run that died as it began: {remedy}")
+        remedy = "add --continue to start it again, or choose another --out"
+        raise ExperimentError(f"{display_name(out)} holds a run that died while starting: {remedy}")
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
-    """Create `out`, or ROOT/<name>-<time>/ (of a job the name that it has) under a name that no other run has.
+    """Create `out`, or a new folder ROOT/<name>-<time>/, which in a submitted job has the job's name.
 
-    A root that is not there yet is created for its user alone. Raises ExperimentError: it cannot be created.
+    A missing root is created with access for its user only. Raises ExperimentError: it cannot be created.
     """
     stem = os.environ.pop(RUN_NAME, None) or f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     for serial in itertools.count(1):
@@ -111,22 +111,22 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
         except OSError as error:
             raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another --out or --runs") from error
         else:
-            if out is not None or not is_taken(path):  # on another machine
+            if out is not None or not is_taken(path):  # by another machine
                 break
     return RunDir(path)
 
 
 def runs_root_of(result: RunResult) -> Path:
-    """The root of a run, or the folder of this machine that has the copies of a root in an object store."""
+    """Return the root of a run. For a root in an object store, this is the local folder with its copies."""
     return root_folder(result.runs_root) if is_uri(result.runs_root) else Path(result.runs_root)
 
 
 def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notices: Sequence[str] = ()) -> None:
-    """Write the resolved experiment and a first result: from here on `distill resume` can continue the run.
+    """Write the resolved experiment and a first result, after which `distill resume` can continue the run.
 
-    `notices`: what the checks of its inputs had to say.
+    `notices` are those of the checks of its inputs.
 
-    Raises ExperimentError: the folder cannot be written, or another process has begun a run there since it was chosen.
+    Raises ExperimentError: the folder cannot be written, or another process has just begun a run there.
     """
     result = RunResult(
         kind=kind,
@@ -152,24 +152,24 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notic
 
 
 def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, RunResult]:
-    """A run directory as it stands. See `reopen_log`."""
+    """Open an existing run directory and read its result. See `reopen_log`."""
     resolved, run_dir, log = reopen_log(path, to_continue=to_continue)
     result = log.result
     return replace(resolved, sources=result.sources), run_dir, result
 
 
 def reopen_log(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, RunLog]:
-    """A run directory with its log, read once: what the result and all else are made of.
+    """Open an existing run directory and read its log.
 
-    Keys of its experiment that this version does not know are left out, unless the run is `to_continue`.
+    Keys of its experiment that this version does not know are ignored, unless the run is `to_continue`.
 
-    Raises ExperimentError: no run there, or one that is damaged; or it cannot be continued by this version.
+    Raises ExperimentError: there is no run, it is damaged, or this version cannot continue it.
     """
     fetch_records(path)
     run_dir = RunDir(path.absolute())
     if not has_begun(run_dir.root):
         raise ExperimentError(
-            f"{display_name(path)} holds no run: give a directory that `distill train` or `distill sweep` wrote"
+            f"{display_name(path)} holds no run: give a directory that `distill train` or `distill sweep` has written"
         )
     if to_continue:
         use_copies_of(run_dir)
@@ -177,16 +177,16 @@ def reopen_log(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunD
 
 
 def locked_run(run_dir: RunDir) -> AbstractContextManager[None]:
-    """Lock a run directory against a second driver, which would train into the same files.
+    """Lock a run directory against a second driver, which would write to the same files.
 
-    Raises ExperimentError: another process works on this run.
+    Raises ExperimentError: another process is working on this run.
     """
     refusal = f"{display_name(run_dir.root)} is already running in another process: wait for it, or end it first"
     return locked_or_raise(run_dir.root / ".lock", ExperimentError(refusal))
 
 
 def as_it_stands(run_dir: RunDir, result: RunResult) -> RunResult:
-    """The result; of a run whose driver was killed and could not say so, as one that was interrupted, and since when."""
+    """Return the result, marked as interrupted if the run's driver was killed."""
     if result.status != "running" or not abandoned(run_dir):
         return result
     result = read_log(run_dir).result  # it may have ended since
@@ -194,14 +194,14 @@ def as_it_stands(run_dir: RunDir, result: RunResult) -> RunResult:
         return result
     written = [run_dir.events, *(stage.heartbeats for stage in stages_with("heartbeats.json", run_dir, result))]
     since = datetime.fromtimestamp(max(path.stat().st_mtime for path in written if path.exists()))
-    reason = f"not running since {since:%Y-%m-%d %H:%M:%S}: no process runs it any more"
+    reason = f"not running since {since:%Y-%m-%d %H:%M:%S}: its process is gone"
     return result.model_copy(update={"status": "interrupted", "reason": reason})
 
 
 def stages_with(name: str, run_dir: RunDir, result: RunResult) -> list[StageDir]:
-    """The stages of a run, and of its trials with every measurement, that have a file of this name.
+    """Return the stages of a run, and of all measurements of its trials, that have a file of this name.
 
-    By the trials that there are, since Ray's own folders have many files that come and go.
+    Only known folders are searched, since Ray's folders have many files that come and go.
     """
     stages = [StageDir(folder) for folder in sorted(run_dir.root.glob("*"))]
     trials = [(run_dir.trial(row.id), len(row.each_measurement)) for row in result.rows]
@@ -211,11 +211,11 @@ def stages_with(name: str, run_dir: RunDir, result: RunResult) -> list[StageDir]
 
 
 def abandoned(run_dir: RunDir) -> bool:
-    """Whether no process works on a run that has begun: its lock is free. It is not taken."""
+    """Whether a run has begun and no process works on it, that is, its lock is free. Does not take the lock."""
     lock = run_dir.root / ".lock"
     try:
         if uri := uri_of(run_dir.root):
             return not is_locked(lock) and not is_fresh(uri)
         return lock.exists() and not is_locked(lock)
-    except OSError:  # another user's, which may not be read
+    except OSError:  # another user's run, which cannot be read
         return False

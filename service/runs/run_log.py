@@ -1,4 +1,4 @@
-"""A run as its `events.jsonl` tells it: what all readers of a run begin from."""
+"""Reads a run's `events.jsonl`, which all readers of a run start from."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,18 +15,18 @@ from service.runs.result import RunResult, TrialRow, first_mistake, parse_result
 from trainables.errors import ExperimentError
 from trainables.rundir import Line, RunDir
 
-_OF_ROW = {"steps_s", "ended_s", "measurements"}
-"""Parts of an outcome that the row of a stage does not have."""
+_NOT_IN_STAGE_ROW = {"steps_s", "ended_s", "measurements"}
+"""Fields of an outcome that a stage's row does not have."""
 
 
 class ResultFold:
-    """What `result.json` holds, as the events so far make it."""
+    """Folds events into the content of `result.json`."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
-        """Fields of `RunResult`, as JSON has them, but for those below."""
+        """JSON fields of `RunResult` except those below."""
         self.rows: dict[str, dict[str, Any]] = {}
-        """Rows of a sweep's trials, as JSON has them."""
+        """JSON rows of a sweep's trials, by id."""
         self._stages: dict[str, dict[str, Any]] = {}
         self._measured: dict[str, list[Outcome]] = {}
         self._notices: list[str] = []
@@ -35,7 +35,7 @@ class ResultFold:
         self._result: RunResult | None = None
 
     def take(self, event: Event) -> None:
-        """The next event of the log."""
+        """Apply the next event of the log."""
         kind, time_ms = event["kind"], event["time_ms"]
         if kind != "session_begun":
             self.take_time(time_ms)
@@ -46,7 +46,7 @@ class ResultFold:
         elif kind == "notice":
             self._notices.append(event["text"])
         elif kind == "session_begun":
-            # The last event of a session whose driver was killed may be a worker's, whose clock is another one.
+            # If the last session's driver was killed, its last event may have come from a worker with another clock.
             self._seconds = self.seconds(min(self._last_ms, time_ms))
             self._began_ms = self._last_ms = time_ms
             self.fields |= {"status": "running", "reason": ""}
@@ -62,11 +62,11 @@ class ResultFold:
             self._stages.pop(event.get("stage", ""), None)
 
     def take_time(self, time_ms: int) -> None:
-        """When an event was recorded; it was in the session that began last."""
+        """Apply only the time of an event of the current session."""
         self._last_ms = max(self._last_ms, time_ms)
 
     def seconds(self, now_ms: int) -> float:
-        """What the sessions took until now."""
+        """Total run time of all sessions up to now."""
         return self._seconds + (max(now_ms - self._began_ms, 0) / 1e3 if self._began_ms else 0.0)
 
     def _change(self, changes: dict[str, Any]) -> None:
@@ -78,9 +78,9 @@ class ResultFold:
 
     def _end_stage(self, event: Event) -> None:
         before = self._stages.get(event["stage"])
-        if before and before["status"] == event["outcome"]["status"] == "ok":  # it was complete: its times stand
+        if before and before["status"] == event["outcome"]["status"] == "ok":  # it was complete already: keep its times
             return
-        outcome = {name: value for name, value in event["outcome"].items() if name not in _OF_ROW}
+        outcome = {name: value for name, value in event["outcome"].items() if name not in _NOT_IN_STAGE_ROW}
         about = {name: event.get(name) for name in ("stage", "model", "checkpoint")}
         self._stages.pop(event["stage"], None)
         self._stages[event["stage"]] = {**about, **outcome}
@@ -92,7 +92,7 @@ class ResultFold:
             self.rows[trial] = about | as_json(combined(self._measured[trial]))
 
     def outcome_of(self, trial: str) -> Outcome | None:
-        """How a trial has ended, by all of its measurements; None: it has not."""
+        """Return a trial's outcome over all of its measurements, or None if it has not ended."""
         measured = self._measured.get(trial)
         return combined(measured) if measured else None
 
@@ -100,7 +100,7 @@ class ResultFold:
         return self._measured.get(trial, ())
 
     def result(self, path: Path) -> RunResult:
-        """The result. Raises ExperimentError: the log at `path` has none, or one that is damaged; names the field."""
+        """Return the typed result. Raises ExperimentError: the log at `path` has none, or a field is damaged."""
         if self._result is None:
             rows = {"stages": self._stages.values(), "notices": self._notices, "trials": self.rows.values()}
             fields = self.fields | {name: list(each) for name, each in rows.items() if each}
@@ -111,15 +111,15 @@ class ResultFold:
 
 
 def as_json(part: Outcome | TrialRow) -> dict[str, Any]:
-    """A part of a result as events have it: without what is as it is by default."""
+    """Serialize a part of a result for an event, without fields that have their default values."""
     return part.model_dump(mode="json", by_alias=True, exclude_defaults=True, warnings=False) | {"status": part.status}
 
 
 class RunLog:
-    """The whole log of a run, read once. A stage's events are parsed when they are asked for."""
+    """The whole log of a run, read once. The events of a stage are parsed on demand."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ExperimentError: the log is of another format."""
+        """Raises ExperimentError: the log is damaged, or has another format."""
         self.path, self.fold, self.end = path, ResultFold(), 0
         self._lines: dict[str, list[Line]] = {}
         for line in log_lines(path):
@@ -134,27 +134,27 @@ class RunLog:
                 try:
                     self.fold.take(event)
                 except (KeyError, TypeError, ValueError) as error:
-                    problem = f"its line that ends at byte {line.end}: {event['kind']}.{_mistake(error)}"
-                    raise ExperimentError(f"{path} is damaged: {problem}: put back a copy, or begin another run") from error
+                    problem = f"the line that ends at byte {line.end}: {event['kind']}.{_mistake(error)}"
+                    raise ExperimentError(f"{path} is damaged: {problem}: restore a copy, or start a new run") from error
                 if kind == "discarded":
                     self._lines.pop(stage, None)
 
     @property
     def result(self) -> RunResult:
-        """The run as its events tell it. Raises ExperimentError: see `ResultFold.result`."""
+        """The result according to the log. Raises ExperimentError: see `ResultFold.result`."""
         return self.fold.result(self.path)
 
     @property
     def stages(self) -> list[str]:
-        """Those that have begun, in order."""
+        """Names of the stages that have begun, in order."""
         return list(self._lines)
 
     def raw_of(self, stage: str) -> Iterable[tuple[str, Line]]:
-        """Kind and line of each event of a stage."""
+        """The kind and line of each event of a stage."""
         return [(head(line.raw)[0], line) for line in self._lines.get(stage, ())]
 
     def of_stage(self, stage: str, *kinds: str) -> list[Event]:
-        """A stage's events in order, of these kinds or of all."""
+        """Return a stage's events of these kinds, or all of them, in order."""
         lines = [line for kind, line in self.raw_of(stage) if not kinds or kind in kinds]
         return [event for line in lines if (event := parsed(line, self.path)) is not None]
 
@@ -164,25 +164,27 @@ class RunLog:
 
 
 def _mistake(error: Exception) -> str:
-    """What is wrong with an event that cannot be taken up: the field, and what it should be."""
+    """Name the field that is wrong in a damaged event, and say what it should be."""
     if isinstance(error, ValidationError):
         return f"outcome.{first_mistake(error)}"
     return f"{error.args[0]}: missing" if isinstance(error, KeyError) else "trials: must be a list of rows"
 
 
 def checkpoint_names(events: Iterable[Event]) -> dict[str, str]:
-    """The names of a stage's newest checkpoints, by its events: of `best` and `last`, as far as it has them."""
+    """Return the file names of a stage's newest `best` and `last` checkpoints, if it has them, by kind."""
     names = [name for event in events if event["kind"] == "checkpoint" for name in event["names"]]
     return {checkpoint_kind(name): name for name in names}
 
 
 def checkpoint_kind(name: str) -> str:
-    """`best` or `last`, by the name of a checkpoint's file: in an object store it goes on."""
+    """Return `best` or `last` from a checkpoint's file name, which has a suffix in an object store."""
     return Path(name).stem.partition("-")[0]
 
 
 def read_log(run_dir: RunDir) -> RunLog:
-    """The log of a run. Raises ExperimentError: it has none, or one of another format."""
+    """Read the log of a run. Raises ExperimentError: it has none, or one that cannot be read."""
     if not run_dir.events.exists():
-        raise ExperimentError(f"{run_dir.root} has no events.jsonl: another version wrote it, or it is no run; begin another run")
+        raise ExperimentError(
+            f"{run_dir.root} has no events.jsonl: it is not a run, or another version wrote it; start a new run"
+        )
     return RunLog(run_dir.events)

@@ -1,4 +1,4 @@
-"""The session of a run or sweep: its lock, display, records and `result.json`, from its beginning to its end, however it ends."""
+"""A session of a run or sweep: one driver process with the run's lock, display, log and `result.json`."""
 
 import contextlib
 import json
@@ -28,33 +28,33 @@ from service.runs.stored.driver_lease import LeaseLostError
 from service.runs.stored.segments import LogStore
 from service.runs.stored.stored_runs import display_name, uri_of
 from service.runs.stored.stored_session import ENDING_S, stored_session
-from service.tracking import Syncing, default_uri, sync_neighbours
+from service.tracking import Syncing, default_uri, sync_pending_runs
 from trainables.config import DataIdentity
 from trainables.data.identity import data_changes
 from trainables.errors import StorageError
 from trainables.rundir import RunDir
 
 T = TypeVar("T")
-FLUSH_S, NEIGHBOURS_S = 30.0, 10.0
-"""How long the end of a run waits for MLflow; what it did not take by then is sent later."""
+FLUSH_S, PENDING_RUNS_S = 30.0, 10.0
+"""How long a run that ends waits for MLflow to take its own events and those of earlier runs."""
 
 
 class ResultReporter(Protocol):
-    """How a result is shown. Commands give `service.report.end_of_run`, which runs and sweeps do not know."""
+    """Shows a result. Commands pass `service.report.end_of_run`, which this package may not import."""
 
     def tables(self, result: RunResult) -> Sequence[RenderableType]:
-        """What the terminal shows at the end of a run or sweep: tables, and lines as text."""
+        """Return the tables and lines of text that end a run or sweep on the terminal."""
 
     def verdict(self, result: RunResult) -> Sequence[str]:
-        """Which trial of a sweep won and why, in sentences."""
+        """Say in sentences which trial of a sweep won and why."""
 
     def write_page_at_end(self, run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
-        """Write `report.html`; what goes wrong is logged, and raises nothing."""
+        """Write `report.html`. Errors are logged, not raised."""
 
 
 @dataclass
 class Session:
-    """A run or sweep being carried out: where it is written, who watches, who records."""
+    """A run or sweep in progress, with its directory, display and log."""
 
     resolved: Resolved
     run_dir: RunDir
@@ -63,7 +63,7 @@ class Session:
     syncing: Syncing | None
     log: DriverLog
     fold: ResultFold
-    """What the log says so far, as far as `display` has read it."""
+    """The state that follows from the events that `display` has read so far."""
 
     @property
     def experiment(self) -> Experiment:
@@ -71,15 +71,15 @@ class Session:
 
     @property
     def result(self) -> RunResult:
-        """The same, typed."""
+        """The typed result as of `fold`."""
         return self.fold.result(self.run_dir.events)
 
     def save(self, **changes: Any) -> None:
-        """Record fields of the result that have changed, and write `result.json`."""
+        """Record the result's fields that changed, and write `result.json`."""
         result, names = self.result.model_copy(update=changes), changes.keys() - {"trials"}
         values = result.model_dump(mode="json", by_alias=True, include=names, warnings=False)
         changed = {name: value for name, value in values.items() if value != self.fold.fields.get(name)}
-        rows = [row for row in map(as_json, changes.get("trials", ())) if _text(row) != _text(self.fold.rows.get(row["id"]))]
+        rows = [row for row in map(as_json, changes.get("trials", ())) if _dumps(row) != _dumps(self.fold.rows.get(row["id"]))]
         if rows or ("trials" in changes and "trials" not in self.fold.fields):
             changed["trials"] = rows
         if changed:
@@ -87,12 +87,12 @@ class Session:
         self.write_snapshot()
 
     def record(self, kind: str, stage: str | None = None, **fields: Any) -> None:
-        """Write an event. Raises as `DriverLog.record` does."""
+        """Write an event. Raises what `DriverLog.record` raises."""
         self.log.record(kind, stage, **fields)
         self.display.read_events()
 
     def write_snapshot(self) -> None:
-        """Write `result.json`, atomically, with the seconds so far."""
+        """Write `result.json` atomically, with the run time so far."""
         seconds = self.fold.seconds(time.time_ns() // 1_000_000)
         write_result(self.run_dir.result, self.result.model_copy(update={"seconds": seconds}))
 
@@ -100,7 +100,7 @@ class Session:
         return wait_for(work, self.display, tick)
 
     def show_result(self) -> None:
-        """The tables and sentences of the result as it stands, on the terminal."""
+        """Print the current result's tables and sentences."""
         for part in self.reporter.tables(self.result):
             if isinstance(part, str):
                 self.display.print(part)
@@ -112,28 +112,28 @@ class Session:
 def open_session(
     resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None
 ) -> Iterator[Session]:
-    """Open the display and the records around a run; however it ends, `result.json` and MLflow say how.
+    """Open the display and the log for a run, and record in `result.json` and MLflow how the run ends.
 
-    `data`: what it is trained on from now on, see `RunResult.data`.
+    `data` identifies the data that the run trains on from now on, see `RunResult.data`.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run(run_dir))
         display = stack.enter_context(Display())
-        place = stack.enter_context(stored_session(run_dir, display.print))
-        session = stack.enter_context(_opened(resolved, run_dir, display, reporter, place))
+        store = stack.enter_context(stored_session(run_dir, display.print))
+        session = stack.enter_context(_begin(resolved, run_dir, display, reporter, store))
         if data is not None and data != session.result.data:
             session.save(**with_data(session.result, data))
         display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
         if session.syncing and uri_of(run_dir.root) and not resolved.experiment.tracking.uri:
-            store = runs_root_of(session.result)
-            display.print(f"MLflow's store is on this machine, in {store}: set tracking.uri to a server to share it")
+            root = runs_root_of(session.result)
+            display.print(f"MLflow's store is on this machine, in {root}: set tracking.uri to a server to share it")
         try:
             yield session
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt | RayLostError)
             status = "interrupted" if interrupted else "failed"
             session.log.wait_for_store(ENDING_S)
-            # A full disk is the usual reason to be here, or a store that is gone: the error itself matters more.
+            # Recording fails too if the cause is a full disk or a lost store; the original error matters more.
             with contextlib.suppress(OSError, StorageError, LeaseLostError):
                 _end(session, status, str(error))
             _close(session, status, 5.0)
@@ -150,7 +150,7 @@ def _end(session: Session, status: str, reason: str = "") -> None:
 
 
 @contextlib.contextmanager
-def _opened(
+def _begin(
     resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, store: LogStore | None
 ) -> Iterator[Session]:
     with contextlib.closing(DriverLog(run_dir.events, store)) as log:
@@ -169,7 +169,7 @@ def _opened(
 
 
 def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:
-    """What changes in the result of a run that goes on with other data, or whose data is not on record yet."""
+    """Return the fields of the result that change when the run trains on `data` from now on."""
     changes = data_changes(result.data, data) if result.data is not None else []
     lines = [f"resumed on other data: {', '.join(changes)}"] if changes else []
     return {"data": data, "not_exact": [*result.not_exact, *lines]}
@@ -181,39 +181,41 @@ def _close(session: Session, status: str, timeout_s: float) -> None:
         return
     delivery = session.syncing.close(timeout_s)
     session.display.print(delivery.message)
-    # Of a run in an object store another machine may be the driver: its records here are a copy, which `distill sync` sends.
+    # A run in an object store is only copied here and another machine may drive it: `distill sync` sends its events.
     if status == "complete" and delivery.is_complete and session.result.mlflow and uri_of(session.run_dir.root) is None:
         root, uri = runs_root_of(session.result), session.result.mlflow.uri
-        sent, left = sync_neighbours(root, session.run_dir, uri, MlflowView, NEIGHBOURS_S)
+        sent, left = sync_pending_runs(root, session.run_dir, uri, MlflowView, PENDING_RUNS_S)
         for folder in sent:
-            session.display.print(f"MLflow was also sent the pending events of {folder}")
+            session.display.print(f"also sent MLflow the pending events of {folder}")
         if left:
-            again = f"distill sync {shlex.quote(str(left[0]))}"
-            session.display.print(f"events of earlier runs ({len(left)}) still wait for MLflow; later: {again}")
+            count, again = len(left), f"distill sync {shlex.quote(str(left[0]))}"
+            session.display.print(f"earlier runs with events not yet sent to MLflow: {count}; run {again}")
+                f"earlier runs with events not yet sent to MLflow: {len(left)}; run distill sync {shlex.quote(str(left[0]))}"
+            )
 
 
 def start_tracking(session: Session) -> None:
-    """Begin to send to MLflow: its import takes a core for seconds, which a run that is starting needs itself."""
+    """Start sending to MLflow. Call it late: importing MLflow occupies a core for seconds, which a starting run needs itself."""
     if session.syncing:
         session.syncing.start()
 
 
 def code_tags() -> dict[str, str]:
-    """Tags that say what code ran: the version, and the commit where that is a checkout."""
+    """Tags that identify the code: its version, and its commit if it runs from a checkout."""
     tags = {"raydistill.version": version("raydistill")}
     checkout = Path(service.__file__).parents[1]
-    if not (checkout / ".git").exists():  # an installed package, whose folder may lie in somebody else's checkout
+    if not (checkout / ".git").exists():  # an installed package, whose folder may be inside an unrelated checkout
         return tags
     try:
         command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # no git, or none that answers: the tag is left out
+    except (OSError, subprocess.TimeoutExpired):  # git is missing or hangs
         return tags
     if commit.returncode == 0:
         tags["raydistill.commit"] = commit.stdout.strip()
     return tags
 
 
-def _text(row: dict[str, Any] | None) -> str:
-    """A row as text, in which a NaN equals another."""
+def _dumps(row: dict[str, Any] | None) -> str:
+    """Serialize a row for comparison: as text, NaN equals NaN."""
     return json.dumps(row, sort_keys=True)

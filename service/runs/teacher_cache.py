@@ -10,7 +10,7 @@ from service.config.experiment import Resolved
 from service.config.schema import Experiment
 from service.runs.display import Display, wait_for
 from service.runs.driver_log import recording
-from service.runs.plan import Plan, most_local_cpus
+from service.runs.plan import Plan, max_local_cpus
 from service.runs.preflight import check_train
 from service.runs.run_directory import check_writable
 from service.runs.trial import run_to_end
@@ -48,7 +48,7 @@ def fill_cache(resolved: Resolved, root: Path, publish: Path | None = None) -> s
         _note_size(experiment, data.train.num_images)
     create_private(root)
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
-    cpus, cache = most_local_cpus(experiment), experiment.written_cache("train")
+    cpus, cache = max_local_cpus(experiment), experiment.written_cache("train")
     with (
         Display() as display,
         connect(cpus, run_dir.root, cache, instead=SHARED_RUNS) as cluster,

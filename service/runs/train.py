@@ -1,11 +1,11 @@
-"""One run: the teacher (trained or loaded), its assistants, then the student."""
+"""Runs one training: the teacher (trained or loaded), its assistants, then the student."""
 
 from collections.abc import Sequence
 
 from service.cluster.connect import connect
 from service.config.experiment import Resolved
 from service.runs.backbone import write_backbone
-from service.runs.plan import Plan, most_local_cpus
+from service.runs.plan import Plan, max_local_cpus
 from service.runs.result import RunResult
 from service.runs.session import ResultReporter, open_session
 from service.runs.stages.run_stages import best_checkpoint, prepare_teacher, run_stage
@@ -23,17 +23,17 @@ def train(
     data: DataIdentity | None = None,
     without: Sequence[StepPart] = (),
 ) -> RunResult:
-    """Carry out, or continue, one run: teacher if needed, assistants, then student. Returns what `result.json` holds.
+    """Start or resume one run: teacher if needed, assistants, then student. Returns the content of `result.json`.
 
-    `data`: see `open_session`. `without`: a timing run's student is timed again without each of these parts of a step.
+    For `data` see `open_session`. A timing run times its student again without each of the parts of a step in `without`.
 
     Raises:
-        DistillError: one line; `result.json` says the same.
-        KeyboardInterrupt: the records are complete.
+        DistillError: the run failed; `result.json` has the same message.
+        KeyboardInterrupt: the run was interrupted; its records are complete.
     """
     experiment = resolved.experiment
     with open_session(resolved, run_dir, reporter, data) as session:
-        cpus = most_local_cpus(experiment)
+        cpus = max_local_cpus(experiment)
         is_copy = uri_of(run_dir.root) is not None
         with connect(cpus, run_dir.root, experiment.written_cache("train"), is_copy=is_copy) as cluster, session.log.recording():
             plan = Plan.on(experiment, cluster, session.result.accepted_data)

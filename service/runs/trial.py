@@ -1,4 +1,4 @@
-"""A stage trained to its end, and what follows from each failure of its workers: an outcome that never is a stack trace."""
+"""Trains a stage to its end, restarting it after failures; the result is an outcome, never a stack trace."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ if TYPE_CHECKING:
 
 
 def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reused: ReusableWorkers | None = None) -> Outcome:
-    """Train a stage to its end, from its last checkpoint where there is one.
+    """Train a stage to its end, from its last checkpoint if it has one.
 
-    With `reused` the same workers go on to what their coordinator has next; the outcome is that of the stage which they were at.
+    With `reused`, the workers continue with the next stage of their coordinator; the outcome is that of their last stage.
 
-    A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times, and as often as
-    a node's end is announced. What the training itself refuses (a loss that is not finite, unreadable data), an error in a
-    model's code and memory that runs out come back the same way every time, and end it at once; so does a second hang at the
-    same position. Workers for which other jobs leave no resources wait; those that would not even fit on the empty cluster wait
-    as long as `scale.wait_for_nodes_s` says.
+    If a worker or node dies, the stage is restarted up to `scale.max_failures` times; announced node shutdowns do not count.
+    Failures that would repeat end it at once: a loss that is not finite, unreadable data, an error in a model's code,
+    out of memory, and a second hang at the same position. If other jobs hold the resources, workers wait; if they would not
+    even fit on the empty cluster, they wait for at most `scale.wait_for_nodes_s`.
     """
     run, outcome = _Run(assignment, callbacks, reused), None
     while outcome is None:
@@ -50,7 +49,7 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reuse
 
 
 class _Run:
-    """The attempts at a stage so far."""
+    """State over the attempts at a stage."""
 
     def __init__(self, assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:
         self.assignment, self.restarts = assignment, 0
@@ -59,9 +58,9 @@ class _Run:
         self._hung_in = set[str]()
 
     def attempt(self) -> Outcome | None:
-        """Train it once: its outcome; None where it is to be tried again.
+        """Run one attempt. Returns the outcome, or None if the stage should be tried again.
 
-        Raises WorkersFailedError: the driver is ending, so that nobody waits for this trial any more.
+        Raises WorkersFailedError: the workers failed because the driver is shutting down.
         """
         import ray
 
@@ -74,14 +73,14 @@ class _Run:
             if refusal := self._refusal():
                 return Outcome(status="failed", reason=refusal, failure="unschedulable")
             if not self._node_wait.is_waiting:
-                self.assignment.append_to_log("the cluster has no room for the workers yet: still waiting")
+                self.assignment.append_to_log("the cluster has no room for the workers yet; still waiting")
             return None
         except DistillError as error:
             return Outcome(status="failed", reason=str(error), failure=kind_of(error))
         except WorkersFailedError as error:
             if not ray.is_initialized():
                 raise
-            self._node_wait = NodeWait()  # there were workers: an earlier wait is over
+            self._node_wait = NodeWait()  # the workers started, so an earlier wait is over
             return self._after_failure(error, began_s)
         return finished(self.assignment, has_just_run=True) or Outcome(status="failed", reason="the stage ended without a result")
 
@@ -91,25 +90,25 @@ class _Run:
         return self._node_wait.refusal(self.assignment.reservation, limit_s, self.assignment.append_to_log)
 
     def _after_failure(self, error: WorkersFailedError, began_s: float) -> Outcome | None:
-        """The outcome of a stage whose workers failed; None where it is to be restarted, once there are resources for it."""
+        """Return the outcome after the workers failed, or None if the stage should be restarted."""
         import ray
 
         reused = self._reused
         if reused is not None:
             current = ray.get(reused.coordinator.current.remote(reused.group_id))
-            if current is None:  # its last point was measured; the workers died on their way out
-                return Outcome(status="failed", reason="the workers died when they had nothing left to do")
+            if current is None:  # the workers died while shutting down, after their last point
+                return Outcome(status="failed", reason="the workers died after their last point was measured")
             if current != self.assignment:
                 self.assignment, self.restarts, self._hung_in = current, 0, set()
         cause = cause_of(error)
         try:
-            if outcome := self._end_of(cause, error.stacks):
+            if outcome := self._final_outcome(cause, error.stacks):
                 return outcome
             restarts = self.restarts + (cause.kind not in ANNOUNCED)
             self.assignment.log.record([event("restart", self.assignment.name, failure=asdict(cause), restarts=restarts)])
-        except OSError as refused:  # as of a full disk, which workers that begin again would find full too
-            unwritten = failure_of(refused, None)
-            return Outcome(status="failed", reason=f"{cause}; then {unwritten}", failure=unwritten.kind)
+        except OSError as error:  # such as a full disk, which restarted workers would run into as well
+            write_failure = failure_of(error, None)
+            return Outcome(status="failed", reason=f"{cause}; then {write_failure}", failure=write_failure.kind)
         self.restarts = restarts
         if reused is None:
             self._used_s += time.monotonic() - began_s
@@ -117,8 +116,8 @@ class _Run:
             self._used_s = ray.get(reused.coordinator.restart.remote(reused.group_id, restarts))
         return None
 
-    def _end_of(self, cause: Failure, stacks: str) -> Outcome | None:
-        """How the stage ends with this failure; None: it is restarted."""
+    def _final_outcome(self, cause: Failure, stacks: str) -> Outcome | None:
+        """Return the outcome that this failure ends the stage with, or None if the stage should be restarted."""
         is_oom = cause.kind in OUT_OF_MEMORY_KINDS
         outcome = Outcome(status="oom" if is_oom else "failed", reason=str(cause), failure=cause.kind)
         if cause.kind == "hang":
@@ -131,13 +130,13 @@ class _Run:
         if cause.kind not in RETRYABLE or (self.restarts == limit and not announced):
             return outcome
         counted = "" if announced else f" (restart {self.restarts + 1} of at most {limit})"
-        why = "hang" if cause.kind == "hang" else cause  # a hang is in the log already
-        self.assignment.append_to_log(f"{why}: going on from the last checkpoint{counted}")
+        why = "hang" if cause.kind == "hang" else cause  # its details are in the log already
+        self.assignment.append_to_log(f"{why}: restarting from the last checkpoint{counted}")
         refusal = self._refusal()
-        return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"}) if refusal else None
+        return outcome.model_copy(update={"reason": f"{cause}; then {refusal}"}) if refusal else None
 
     def _record_hang(self, cause: Failure, stacks: str) -> None:
-        """Record a hang, and what all threads were doing in `logs/hangs.txt`."""
+        """Record a hang, and write the stacks of all threads to `logs/hangs.txt`."""
         assignment, path = self.assignment, self.assignment.stage_dir.stacks
         assignment.log.record([event("hang", assignment.name, message=redact(str(cause)))])
         assignment.log.text(path, f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(stacks)}\n\n")
@@ -145,13 +144,13 @@ class _Run:
 
 
 def cause_of(error: WorkersFailedError) -> Failure:
-    """What the watch over the workers found, or else the first cause of what ended them."""
+    """Return the hang or time limit that ended the workers, or else the first cause of their failures."""
     ended = [failure for failure in error.failures if failure.kind in ("hang", "time_limit")]
     return first_cause(ended or error.failures)
 
 
 def refused_with(trial: str, outcome: Outcome, assignment: Assignment, waiting: Mapping[str, Assignment]) -> dict[str, Outcome]:
-    """The outcomes of trials that need as much as one that has waited for nodes in vain: one such wait is enough."""
+    """Refuse the waiting trials that need as much as one that waited for nodes in vain, so that they do not wait as well."""
     if outcome.failure != "unschedulable":
         return {}
     reason = f"it needs as much as trial {trial}, and {outcome.reason}"

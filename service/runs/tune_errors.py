@@ -1,4 +1,4 @@
-"""Why Ray Tune ended a trial: what its function raised, or that its process died."""
+"""Records why Ray Tune ended a trial with an error: its function raised, or its process died."""
 
 from abc import abstractmethod
 from pathlib import Path
@@ -17,18 +17,18 @@ from trainables.failures import OUT_OF_MEMORY_KINDS, Failure, failure_of
 from trainables.rundir import RunDir
 
 SESSION_END_GRACE_S = 2.0
-"""What ends a session, as SIGTERM does, ends its trials' processes too: the session notices within so many seconds."""
+"""A signal such as SIGTERM may end the trials' processes first; the session notices it within this time."""
 
 
 class TrialErrorCallback(Callback):  # type: ignore[misc]
-    """Records the outcomes of trials that Ray Tune ends with an error: in one line, with the file that has the rest.
+    """Records outcomes of trials that Ray Tune ends with an error, in one line that names the file with the details.
 
-    If a trial's process dies because the session is ending, nothing is recorded and the next session continues the trial. Which
-    of the two it was is known after `SESSION_END_GRACE_S`, for which Tune's loop waits.
+    If a trial's process dies because the session is ending, nothing is recorded, and the next session continues the trial.
+    To find out, Tune's loop waits for `SESSION_END_GRACE_S`.
     """
 
     def __init__(self, run_dir: RunDir, session_ending: Event) -> None:
-        self._scheme = "s3://" if uri_of(run_dir.root) else ""  # which Tune's own paths lack
+        self._scheme = "s3://" if uri_of(run_dir.root) else ""  # Tune's paths lack it
         self._session_ending = session_ending
 
     @abstractmethod
@@ -43,7 +43,7 @@ class TrialErrorCallback(Callback):  # type: ignore[misc]
             reason = f"{failure}; {where}"
             self.record(trial, Outcome(status="oom" if is_oom else "failed", reason=reason, failure=failure.kind))
         elif not self._session_ending.wait(SESSION_END_GRACE_S):
-            # Of other errors Tune has the text alone, below a line of its own that counts them.
+            # Tune has only the text of other errors, below a line that counts them.
             text = str(error) if error is not None else Path(trial.error_file).read_text(encoding="utf-8").partition("\n")[2]
             lines = text.strip().splitlines() or [""]
             died = isinstance(error, RayActorError)
@@ -52,7 +52,7 @@ class TrialErrorCallback(Callback):  # type: ignore[misc]
 
 
 def _failure(error: Exception | None) -> Failure | None:
-    """What a trial's function raised, or that memory ran out; None for anything that the end of the session may have done."""
+    """Return what a trial's function raised, or out of memory. None if the end of the session may have caused the error."""
     if isinstance(error, ActorOutOfMemoryError):
         return Failure("node_out_of_memory", "the node ran out of memory: Ray killed the trial's process")
     return failure_of(error.cause, None) if isinstance(error, RayTaskError) else None

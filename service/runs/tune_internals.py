@@ -15,9 +15,9 @@ class ActorOutOfMemoryError(RayActorError):  # type: ignore[misc]
 
 
 class ActorManager(RayActorManager):  # type: ignore[misc]
-    """Ray Tune's manager raises `RuntimeError`, which ends the sweep, for an `OutOfMemoryError`.
+    """Turns an `OutOfMemoryError` into a `RayActorError`, which ends only the trial.
 
-    Here it becomes a `RayActorError`, which ends the trial only.
+    Ray Tune's own manager raises `RuntimeError` instead, which ends the sweep.
     """
 
     def _actor_start_failed(self, tracked_actor: Any, exception: Exception) -> None:
@@ -32,15 +32,14 @@ def _death(exception: Exception) -> Exception:
 
 
 def trial_class(function: Callable[[dict[str, Any]], None], resources: dict[str, float]) -> type[Trainable]:
-    """What Ray Tune makes of a trial's function and what that reserves, with names that say so on Ray's dashboard.
+    """Wrap a trial's function and its resources for Ray Tune, with readable names on Ray's dashboard.
 
-    Tune's own are `ImplicitFunc` and `func`.
+    Tune would show `ImplicitFunc` and `func`.
     """
-
     names = {"_name": "trial", "__repr__": lambda trial: str(trial.trial_name)}
     return type("Trial", (wrap_function(with_resources(function, resources)),), names)
 
 
 def install_actor_manager() -> None:
-    """Let Ray Tune use `ActorManager`, from now on in this process."""
+    """Make Ray Tune use `ActorManager` in this process."""
     tune_controller.RayActorManager = ActorManager

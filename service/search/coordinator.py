@@ -18,7 +18,7 @@ from service.runs.outcome import Outcome
 from service.runs.result import RunResult
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.stage_times import accounted_over_sessions
+from service.runs.stages.stage_times import with_session_times
 from service.runs.trial import refused_with
 from service.search.points import identity
 from service.search.replay import observation, replay
@@ -148,7 +148,7 @@ class PointCoordinator:
         running = self._running.get(group_id) or self._start(group_id)
         outcome = outcome.model_copy(update={"restarts": running.restarts})
         assignment = running.assignment
-        one = accounted_over_sessions(outcome, assignment.events, running.starts_began_s)
+        one = with_session_times(outcome, assignment.events, running.starts_began_s)
         waiting = {other: self._assignments[other] for other in self._queued}
         outcomes = {trial: one} | refused_with(trial, one, assignment, waiting)
         assignment.log.record([event("trial_ended", trial=each, outcome=as_json(outcome)) for each, outcome in outcomes.items()])

@@ -1,4 +1,4 @@
-"""Asha, which ends the worse trials early: by the epochs of all sessions of a sweep, which the trials' records have."""
+"""ASHA, which stops worse trials early, resumable: it compares the epochs of all sessions of a sweep."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,27 +14,27 @@ from service.runs.run_log import RunLog
 from trainables.rundir import final_names, headline
 
 Epochs = Sequence[Mapping[str, float]]
-"""What a trial has reported, epoch by epoch."""
+"""A trial's reports, one per epoch."""
 
 
 class ResumedASHA(ASHAScheduler):  # type: ignore[misc]
-    """Asha that knows the epochs of `earlier` sessions, by trial."""
+    """ASHA that starts with the epochs of `earlier` sessions, by trial."""
 
     def __init__(self, earlier: Mapping[str, Epochs], **options: object) -> None:
         super().__init__(**options)
         self._earlier = dict(earlier)
 
     def on_trial_add(self, tune_controller: object, trial: Trial) -> None:
-        """Take up a trial and what it has reported before."""
+        """Add a trial, and replay its earlier reports."""
         super().on_trial_add(tune_controller, trial)
         for epoch in self._earlier.pop(trial.config["trial"], ()):
             self.on_trial_result(tune_controller, trial, dict(epoch))
 
 
 def asha_scheduler(sweep: SweepConfig, earlier: Mapping[str, Epochs], ended: Sequence[str]) -> ResumedASHA:
-    """What ends the worse trials early. An init stage's epochs are not among those reported: no label is learned in them.
+    """Create the scheduler. It sees no epochs of init stages, which learn no labels.
 
-    `earlier`: what trials have reported in earlier sessions, of which those that have `ended` do not go on.
+    `earlier` are the reports of earlier sessions by trial; the trials in `ended` do not continue.
     """
     scheduler = ResumedASHA(
         earlier,
@@ -51,7 +51,7 @@ def asha_scheduler(sweep: SweepConfig, earlier: Mapping[str, Epochs], ended: Seq
 
 
 def reported_epochs(log: RunLog) -> dict[str, Epochs]:
-    """What the trials of a sweep have reported so far, by trial; without those that have not ended an epoch."""
+    """Return the reports of a sweep's trials so far, by trial. Trials without a complete epoch are left out."""
     found = {Path(stage).parts[1]: log.of_stage(stage, "epoch") for stage in log.stages if Path(stage).match("trials/*/student")}
     return {
         trial: [{"epoch": event["epoch"], **final_names(event["metrics"])} for event in events]
@@ -61,15 +61,15 @@ def reported_epochs(log: RunLog) -> dict[str, Epochs]:
 
 
 def stopped(events: Iterable[Event], reported: Mapping[str, Any]) -> Outcome:
-    """The outcome of a trial that asha has stopped after its last epoch: the last on record, or the one `reported` if later.
+    """Return the outcome of a trial that ASHA stopped after its last epoch: the last recorded one, or `reported` if later.
 
-    `events` are those of its student.
+    `events` are those of its student stage.
     """
     epochs = [event for event in events if event["kind"] == "epoch"]
     last = max([*epochs, reported], key=lambda epoch: float(epoch["epoch"]))
     numbers = final_names(epochs[-1]["metrics"]) if epochs else {}
     metrics = {name: value for name, value in numbers.items() if not name.startswith(("train/", "val/"))}  # as in a summary
-    for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
+    for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # per epoch in the record, per stage here
         metrics.pop(name, None)
         if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):
             metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)

@@ -1,4 +1,4 @@
-"""What can be refused of a sweep before Ray starts, see `service.runs.preflight`; and its points that cannot run."""
+"""Checks a sweep before Ray starts, and marks its points that cannot run. See `service.runs.preflight`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,17 +15,16 @@ from trainables.errors import DataError, ExperimentError
 
 
 def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
-    """Refuse a sweep whose stages its workers would refuse later, or without a single point that could run.
+    """Refuse a sweep that its workers would refuse later, or that has no point that can run.
 
-    Returns the experiment with its `teacher.finetune`, and what its data is; None where it searches over `data.path` or
-    `data.more`.
+    Returns the experiment with its `teacher.finetune` set, and the identity of its data, which is None if the sweep searches
+    over `data.path` or `data.more`.
 
-    Raises:
-        DistillError: one line.
+    Raises DistillError: the sweep is refused.
     """
     experiment = resolved.experiment
     if experiment.scale.min_workers is not None:
-        raise ExperimentError("scale.min_workers: a trial of a sweep has one number of workers: write one in scale.num_workers")
+        raise ExperimentError("scale.min_workers: a trial has a fixed number of workers: write one number in scale.num_workers")
     if experiment.train.max_steps is not None and experiment.sweep.metric in (*ACCURACIES, TIME):
         raise ExperimentError(
             f"train.max_steps: a timing run has no accuracy, and sweep.metric is {experiment.sweep.metric}: leave one of them out"
@@ -47,14 +46,14 @@ def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
 
 
 def check_any_runs(trials: Sequence[Trial]) -> None:
-    """Refuse trials of which none is left to run. Raises ExperimentError: with the first one's reason."""
+    """Raise ExperimentError, with the first trial's reason, if no trial can run."""
     if all(trial.outcome is not None for trial in trials):
         reason = trials[0].outcome.reason if trials[0].outcome else ""
         raise ExperimentError(f"sweep.space: none of its {len(trials)} points can run; the first: {reason}")
 
 
 def mark_unschedulable(trials: Iterable[Trial], cluster: Cluster) -> None:
-    """Mark as `infeasible` what does not fit on the cluster, as `oversubscribed` what has fewer real cores than it reserves."""
+    """Mark trials that do not fit on the cluster `infeasible`, and those that reserve more CPUs than cores `oversubscribed`."""
     for trial in trials:
         if trial.resolved is None or (trial.outcome is not None and trial.loader_workers != "auto"):
             continue
@@ -66,13 +65,13 @@ def mark_unschedulable(trials: Iterable[Trial], cluster: Cluster) -> None:
 
 
 def mark_unbuildable(trials: Iterable[Trial]) -> None:
-    """Mark as `infeasible` the points whose student could not be built with its methods."""
+    """Mark trials `infeasible` whose student cannot be built with its methods."""
     for trial in trials:
         if trial.outcome is None and trial.resolved is not None:
             experiment = trial.resolved.experiment
             try:
                 check_fits(experiment, num_classes_of(experiment.data), ["student"])
             except DataError:
-                continue  # a search over data.path: the trial itself says what is wrong with it
+                continue  # in a search over data.path, the trial itself reports bad data
             except ExperimentError as error:
                 trial.outcome = Outcome(status="infeasible", reason=str(error))

@@ -1,4 +1,4 @@
-"""Trials handed to Ray Tune, watched while it runs them, and recorded as each ends."""
+"""Passes trials to Ray Tune, shows their progress, and records each as it ends."""
 
 import contextlib
 import shutil
@@ -15,25 +15,25 @@ from service.runs.plan import Plan
 from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.sweeps.trials import Trial, load_outcomes, rows_of
-from service.sweeps.tune import SessionEnding, measure_points, tune_trials, with_shared_starts
+from service.sweeps.tune import SessionEnding, measure_points, tune_trials, with_shared_reservations
 from trainables.errors import DistillError
 from trainables.rundir import StageDir, write_text
 from trainables.throttled import Throttled
 
 TRIALS_GAUGE = ("raydistill_trials", "trials of a sweep that are done, running or waiting")
-"""A gauge and what it is, as `trainables.worker.reporter.GAUGES`; its label `state` is one of these."""
+"""A gauge and its description, as in `trainables.worker.reporter.GAUGES`. Its label `state` is `done`, `running` or `waiting`."""
 
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """Where the students' teacher is: its weights, and the names of the actors of `teacher.service`."""
+    """The students' teacher: its weights, and the names of the `teacher.service` actors."""
 
     weights: str | None
     actors: tuple[str, ...]
 
 
 def run_pending(session: Session, trials: list[Trial], pending: list[Trial], cluster: Cluster, teacher: TeacherSource) -> None:
-    """Hand the pending ones of the trials to Ray Tune and record each as it ends; a guided search may measure any point again."""
+    """Run the pending trials with Ray Tune, recording each as it ends. A guided search may also measure other points again."""
     guided = session.experiment.sweep.policy == "guided" and not any(trial.speed_trial for trial in pending)
     candidates = [trial for trial in trials if not trial.speed_trial] if guided else pending
     assignments = assign(session, candidates, cluster, teacher)
@@ -41,7 +41,7 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
     if not assignments:
         return
     if shares_workers(session.experiment.sweep, assignments.values()):
-        assignments = with_shared_starts(assignments)
+        assignments = with_shared_reservations(assignments)
         run = partial(measure_points, session.result if guided else None)
     else:
         run = partial(tune_trials, session.experiment.sweep)
@@ -52,37 +52,37 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
             session.wait_for(lambda: run(assignments, session.run_dir, max_concurrent, session_ending), watch.tick)
         except BaseException:
             session_ending.set()
-            with contextlib.suppress(OSError, DistillError):  # as of a full disk: what ended the sweep matters more
+            with contextlib.suppress(OSError, DistillError):  # such as a full disk; the original error matters more
                 watch.finish()
             raise
         watch.finish()
 
 
 def shares_workers(sweep: SweepConfig, assignments: Iterable[Assignment]) -> bool:
-    """Whether worker groups measure the trials, several each; otherwise each one has its own workers.
+    """Whether worker groups run several trials each; otherwise each trial has its own workers.
 
-    Of whole trainings they do where those are compared by speed, unless one has an init stage, is elastic, or its checkpoints
-    are in an object store.
+    Timing runs share workers. Full trainings do if they are compared by speed, and none has an init stage, is elastic or
+    writes checkpoints to an object store.
     """
     by_speed = sweep.metric not in (*ACCURACIES, TIME)
     return all(
-        one.config.train.max_steps is not None
-        or (by_speed and one.init is None and one.config.scale.min_workers is None and one.config.run_store is None)
-        for one in assignments
+        each.config.train.max_steps is not None
+        or (by_speed and each.init is None and each.config.scale.min_workers is None and each.config.run_store is None)
+        for each in assignments
     )
 
 
 def assign(session: Session, trials: Sequence[Trial], cluster: Cluster, teacher: TeacherSource) -> dict[str, Assignment]:
-    """The student's stage of each trial that can run, by trial; its experiment is written to its folder."""
+    """Return the student stage of each trial that can run, by trial id, and write each pending trial's `experiment.yaml`."""
     assignments = {}
     for trial in trials:
         if trial.resolved is None or (trial.outcome is not None and trial.outcome.status == "infeasible"):
             continue
         run_dir = session.run_dir.trial(trial.id)
-        if trial.resolved.experiment.train.max_steps is not None:  # what a kill left of a measurement is of no use
-            begun = run_dir.measurement(trial.num_measurements)
-            shutil.rmtree(begun.root, ignore_errors=True)
-            if session.log.of(name := str(begun.root.relative_to(session.run_dir.root))):
+        if trial.resolved.experiment.train.max_steps is not None:  # a killed measurement cannot be continued
+            unfinished = run_dir.measurement(trial.num_measurements)
+            shutil.rmtree(unfinished.root, ignore_errors=True)
+            if session.log.of(name := str(unfinished.root.relative_to(session.run_dir.root))):
                 session.log.record("discarded", name)
         if trial.outcome is None:
             write_text(run_dir.experiment, trial.resolved.to_yaml())
@@ -95,29 +95,30 @@ def assign(session: Session, trials: Sequence[Trial], cluster: Cluster, teacher:
 
 
 def concurrency(session: Session, assignments: Mapping[str, Assignment], cluster: Cluster) -> int:
-    """How many trials may run at a time; of those that are compared by speed so few that none slows down another."""
+    """Return how many trials may run at a time. If they are compared by speed, none may slow down another."""
     config, reservations = session.experiment.sweep, [assignment.reservation for assignment in assignments.values()]
     count = min(cluster.max_concurrent(reservation, config.max_concurrent) for reservation in reservations)
-    apart, shared = count, "teacher.service"
+    isolated, shared = count, "teacher.service"
     if config.metric not in ACCURACIES:
         if any(reservation.service for reservation in reservations):
-            apart = 1
+            isolated = 1
         elif cluster.real_cpus is not None:
-            apart = max(1, cluster.real_cpus // max(reservation.total_cpus for reservation in reservations))
+            isolated = max(1, cluster.real_cpus // max(reservation.total_cpus for reservation in reservations))
             shared = f"this machine's {cluster.real_cpus} cores"
-    if apart < count:
-        session.display.print(f"{apart} trial{'s' if apart > 1 else ''} at a time, not {count}: more would share {shared}")
-    return min(apart, count)
+    if isolated < count:
+        trials = "1 trial" if isolated == 1 else f"{isolated} trials"
+        session.display.print(f"running {trials} at a time, not {count}: more would compete for {shared}")
+    return min(isolated, count)
 
 
 class TrialWatch:
-    """Takes from the log how trials begin and end while Ray Tune runs them; `tick` is called a few times a second.
+    """Follows trials through the log while Ray Tune runs them. `tick` is called a few times per second.
 
-    Writing the rows of thousands of trials takes long: it is done so seldom that it takes at most a tenth of the time.
+    Writing `result.json` with thousands of trials is slow, so it is throttled to at most a tenth of the time.
     """
 
     def __init__(self, session: Session, trials: list[Trial], max_concurrent: int, *, guided: bool = False) -> None:
-        """`guided`: how many points are measured is known at the end only."""
+        """`guided`: the number of points that will be measured is unknown until the end."""
         from ray.util.metrics import Gauge
 
         name, text = TRIALS_GAUGE
@@ -130,14 +131,14 @@ class TrialWatch:
         self._save = Throttled(self._write_snapshot)
 
     def tick(self) -> None:
-        """Show and record what has changed."""
+        """Show the progress, and write `result.json` if a trial has ended."""
         start_tracking(self._session)
         self._show()
         if self._unsaved:
             self._save()
 
     def finish(self) -> None:
-        """Show and record what the log has by now."""
+        """Read the log to its end, and show and record the trials."""
         self._session.display.tick()
         self._show()
         save_rows(self._session, list(self._trials.values()))
@@ -147,7 +148,7 @@ class TrialWatch:
         self._session.write_snapshot()
 
     def take(self, event: Event) -> None:
-        """Take up an event of the log: a measurement that has begun, or one that has ended."""
+        """Handle an event of the log that says that a trial has begun or ended."""
         display, trial = self._session.display, self._trials.get(event.get("trial", ""))
         if trial is not None and event["kind"] == "stage_begun":
             self._running.add(trial.id)
@@ -155,24 +156,24 @@ class TrialWatch:
             display.follow(trial.id, event["stage"], folder, self._session.log.of(event["stage"]))
         elif trial is not None and event["kind"] == "trial_ended":
             self._running.discard(trial.id)
-            display.unfollow(f"trials/{trial.id}")  # also where Tune ended it between two epochs
+            display.unfollow(f"trials/{trial.id}")  # also if Tune stopped it between two epochs
             load_outcomes([trial], self._session.fold)
             display.print(trial_line(trial))
             self._unsaved = True
 
     def _show(self) -> None:
-        """How far the sweep is."""
+        """Show how far the sweep is, and set the gauge."""
         trials, running = list(self._trials.values()), len(self._running)
         pending = [trial for trial in trials if trial.outcome is None]
         num_ended, note = len(trials) - len(pending), f"{running} running" if running else ""
         counts = {"done": num_ended, "running": running}
         if pending and self._guided:
-            note += ", as many more as the search asks for"
+            note += ", more points as the search needs them"
         elif pending:
             counts["waiting"] = max(0, len(pending) - running)
-            is_timing = pending[0].speed_trial is None  # a training to the target takes longer than the trials that timed steps
-            alike = [trial.outcome for trial in trials if (trial.speed_trial is None) is is_timing]
-            if seconds := [outcome.seconds for outcome in alike if outcome is not None and outcome.seconds]:
+            is_timing = pending[0].speed_trial is None  # timing trials are shorter than trainings to the target
+            comparable = [trial.outcome for trial in trials if (trial.speed_trial is None) is is_timing]
+            if seconds := [outcome.seconds for outcome in comparable if outcome is not None and outcome.seconds]:
                 left_s = fmean(seconds) * len(pending) / min(len(pending), self._max_concurrent)
                 note += f", about {rounded_time(left_s)} left"
         self._session.display.trials(num_ended, len(trials), note.removeprefix(", "))
@@ -181,7 +182,7 @@ class TrialWatch:
 
 
 def trial_line(trial: Trial) -> str:
-    """How a trial ended, for the terminal."""
+    """Describe in one line how a trial ended."""
     outcome = trial.outcome or Outcome(status="failed")
     m = outcome.metrics
     numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s/epoch" if "epoch_s" in m else outcome.reason
@@ -191,14 +192,14 @@ def trial_line(trial: Trial) -> str:
 
 
 def rounded_time(seconds: float) -> str:
-    """Seconds as a person would say them."""
+    """Format a duration in seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def save_rows(session: Session, trials: Sequence[Trial]) -> None:
-    """Write the rows as they stand."""
+    """Record the current rows of the trials."""
     config = session.experiment.sweep
     rows = rows_of(trials, session.resolved, timing=config.timing_steps is not None)
     session.save(space=config.axes, metric=config.metric, mode=config.mode, trials=rows)

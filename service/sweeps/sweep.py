@@ -1,4 +1,4 @@
-"""A sweep: its teacher once, its trials by Ray Tune, one row each; resumable, nothing run twice."""
+"""Runs a sweep: trains its teacher once, then its trials with Ray Tune, one row each. A resumed sweep runs nothing twice."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from service.cluster.connect import connect
 from service.cluster.resources import HEAD, Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
 from service.runs.backbone import write_backbone
-from service.runs.plan import Plan, most_local_cpus
+from service.runs.plan import Plan, max_local_cpus
 from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import ResultReporter, Session, open_session
 from service.runs.stages.run_stages import best_checkpoint, prepare_teacher, untrained_teacher
@@ -17,12 +17,12 @@ from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
 from service.sweeps.run_trials import TeacherSource, run_pending, save_rows
 from service.sweeps.trials import (
     Trial,
-    finished_trainings,
+    finished_target_trials,
     load_outcomes,
     may_retry,
     plan_trials,
     retry_trials,
-    training_of,
+    target_trial,
 )
 from trainables.config import DataIdentity
 from trainables.errors import ClusterError, TrainingError
@@ -30,13 +30,11 @@ from trainables.rundir import RunDir
 
 
 def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None) -> RunResult:
-    """Carry out, or continue, a sweep. Returns what `result.json` holds.
-
-    `data`: see `open_session`.
+    """Start or resume a sweep. Returns the content of `result.json`. For `data` see `open_session`.
 
     Raises:
-        DistillError: one line; `result.json` says the same. A trial that fails is a row, not an error.
-        KeyboardInterrupt: the records are complete.
+        DistillError: the sweep failed; `result.json` has the same message. A trial that fails is a row, not an error.
+        KeyboardInterrupt: the sweep was interrupted; its records are complete.
     """
     trials = plan_trials(resolved)
     with open_session(resolved, run_dir, reporter, data) as session:
@@ -47,7 +45,7 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
         for trial in trials:
             if (row := rows.get(trial.id)) is not None:
                 trial.loader_workers, trial.oversubscribed = row.scale.loader_workers, row.oversubscribed
-        trials += finished_trainings(trials, session)
+        trials += finished_target_trials(trials, session)
         if is_local():
             mark_unschedulable(trials, local_capacity())
         mark_unbuildable(trials)
@@ -56,7 +54,7 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]
             cache = resolved.experiment.written_cache("sweep")
             is_copy = uri_of(run_dir.root) is not None
-            cpus = most_local_cpus(*experiments)
+            cpus = max_local_cpus(*experiments)
             with connect(cpus, run_dir.root, cache, is_copy=is_copy) as cluster, session.log.recording():
                 check_driver_node(run_dir)
                 mark_unschedulable(trials, cluster)
@@ -66,21 +64,17 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
 
 
 def check_driver_node(run_dir: RunDir) -> None:
-    """Refuse a sweep in an object store whose driver is not on the cluster's head, where trials wait for their workers.
-
-    Raises:
-        ClusterError: see above.
-    """
+    """Raise ClusterError if the sweep is in an object store and the driver is not on the head node, where trials run."""
     if uri := uri_of(run_dir.root):
         import ray
 
         here = ray.get_runtime_context().get_node_id()
         if not any(HEAD in node["Resources"] for node in ray.nodes() if node["NodeID"] == here):
-            raise ClusterError(f"{uri}: the driver of such a sweep runs on the cluster's head: use `distill submit`")
+            raise ClusterError(f"{uri}: the driver of a sweep in an object store must run on the head node: use `distill submit`")
 
 
 def run_trials(session: Session, trials: list[Trial], cluster: Cluster) -> None:
-    """Prepare teacher and assistants once, then run the trials that are left, and train the fastest to the target where asked."""
+    """Prepare teacher and assistants once, run the pending trials, then train to the target if the sweep has one."""
     experiment = session.experiment
     plan, config = Plan.on(experiment, cluster, session.result.accepted_data), experiment.sweep
     session.save(
@@ -101,7 +95,7 @@ def run_trials(session: Session, trials: list[Trial], cluster: Cluster) -> None:
     if not pending and config.policy != "guided":
         return
     timing = config.timing_steps is not None and not config.is_time_to_accuracy
-    weights = untrained_teacher(session) if timing else prepare_teacher(session, fitting(plan, cluster))
+    weights = untrained_teacher(session) if timing else prepare_teacher(session, shrink_to_fit(plan, cluster))
     if config.is_time_to_accuracy:
         noise_scales = [stage.metrics.get("noise_scale", 0.0) for stage in session.result.stages]
         session.save(noise_scales=[noise_scale for noise_scale in noise_scales if noise_scale > 0])
@@ -113,29 +107,28 @@ def run_trials(session: Session, trials: list[Trial], cluster: Cluster) -> None:
 
 
 def train_to_target(session: Session, trials: list[Trial], cluster: Cluster, teacher: TeacherSource) -> None:
-    """Train to the target, one after the other, the points that may reach it first; each as long as it may be the first."""
+    """Train one after another the points that may reach the target first, each for as long as it may still be the first."""
     if not any(trial.outcome and trial.outcome.status == "ok" for trial in trials):
         return
     planner = replay(session.result)
     while True:
         search, ids = time_to_accuracy_search(session.result, planner)
         row = search.ask()
-        session.display.print(search.why() if row is None else f"trial {ids[row]} is trained to the target: {search.why()}")
+        session.display.print(search.why() if row is None else f"training trial {ids[row]} to the target: {search.why()}")
         if row is None:
             return
         speed_trial = next(trial for trial in trials if trial.id == ids[row])
-        trials.append(training_of(session.resolved, speed_trial, search.until_s))
+        trials.append(target_trial(session.resolved, speed_trial, search.until_s))
         run_pending(session, trials, trials[-1:], cluster, teacher)
 
 
-def fitting(plan: Plan, cluster: Cluster) -> Plan:
-    """The teacher's plan; where the base experiment itself does not fit, its workers do with fewer loader workers.
+def shrink_to_fit(plan: Plan, cluster: Cluster) -> Plan:
+    """Return the teacher's plan, with 1 loader worker if the base experiment does not fit on the cluster as it is.
 
-    Raises:
-        TrainingError: not even so.
+    Raises TrainingError: it does not fit even then.
     """
 
-    def refusal(plan: Plan) -> str | None:  # without teacher.service, which starts once the teacher is trained
+    def refusal(plan: Plan) -> str | None:  # without teacher.service, which starts after the teacher's training
         return cluster.refusal(replace(plan.reservation(), service=None))
 
     if not refusal(plan):
@@ -147,7 +140,7 @@ def fitting(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def finish(session: Session, trials: list[Trial]) -> None:
-    """The table, the verdict and the winner's student."""
+    """Show the table, record the verdict, and write the winner's backbone. Raises TrainingError: no trial has a result."""
     save_rows(session, trials)
     if session.experiment.sweep.policy == "guided":
         session.save(**conclusion(session.result))
@@ -155,7 +148,7 @@ def finish(session: Session, trials: list[Trial]) -> None:
     session.save(verdict=list(session.reporter.verdict(session.result)))
     best = session.result.best
     if best is None:
-        raise TrainingError(f"no trial of {len(trials)} gave {session.experiment.sweep.metric}: see the reasons in the table")
+        raise TrainingError(f"none of {len(trials)} trials measured {session.experiment.sweep.metric}: see the table for reasons")
     stage = session.run_dir.trial(best.id).stage("student")
     for line in write_backbone(session.run_dir, best_checkpoint(session, stage)):
         session.display.print(line)

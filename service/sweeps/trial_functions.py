@@ -1,4 +1,4 @@
-"""What Ray Tune runs, each in a process of its own: a trial, or a group of workers that measures several."""
+"""The functions that Ray Tune runs, each in its own process: a trial, or a worker group that measures several points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.stage_times import accounted_over_sessions
+from service.runs.stages.stage_times import with_session_times
 from service.runs.trial import refused_with, run_to_end
 from trainables.process_exit import skip_exit_handlers
 from trainables.worker.epoch_reports import EpochCallback, EpochReports
@@ -22,11 +22,11 @@ from trainables.worker.ray_nodes import on_this_node
 from trainables.worker.trainer import ReusableWorkers
 
 ENDED = "ended"
-"""In the last report of a trial whose function ended; it is not in that of one that a scheduler has stopped."""
+"""Key in a trial's last report that says that its function returned; it is missing if a scheduler stopped the trial."""
 
 
 def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> None:
-    """The function that Ray Tune calls for a trial of its own: carry it out, record how it ended, and report to Tune.
+    """Ray Tune's function for a trial with its own workers: run it, record its outcome, and report to Tune.
 
     A trial that has ended already is not run again.
     """
@@ -35,36 +35,36 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment]) -> N
     assignment, outcome = assignments[trial_id], None
     if not assignment.log.of(f"trials/{trial_id}"):
         if assignment.init is not None:
-            outcome = run_accounted(trial_id, assignment.init)
+            outcome = run_timed(trial_id, assignment.init)
             assignment = assignment.after(outcome.metrics.get("wall_s", 0.0))
         if outcome is None or outcome.status == "ok":
             teachers = outcome.teachers if outcome else []
-            outcome = run_accounted(trial_id, assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
+            outcome = run_timed(trial_id, assignment, run_with_epochs if assignment.config.report_each_epoch else run_to_end)
             outcome = outcome.model_copy(update={"teachers": outcome.teachers or teachers})
-        outcome, waiting = judged(outcome, assignment.config.train.until_top1_pct), dict[str, Assignment]()
+        outcome, waiting = check_target(outcome, assignment.config.train.until_top1_pct), dict[str, Assignment]()
         if outcome.failure == "unschedulable":
             waiting = {other: each for other, each in assignments.items() if not has_begun(other, each)}
         refused = refused_with(trial_id, outcome, assignment, waiting).items()
         ended = [event("trial_ended", trial=id, outcome=as_json(each), refused_with=trial_id) for id, each in refused]
         assignment.log.record([event("trial_ended", trial=trial_id, outcome=as_json(outcome)), *ended])
-    # No metrics, which are in the trial's row: each takes 2 kB of the driver's memory for as long as the sweep runs.
+    # The trial's row has the metrics: reporting them as well would take 2 kB each of the driver's memory during the sweep.
     tune.report({"done": True, ENDED: True})
 
 
 def has_begun(trial: str, assignment: Assignment) -> bool:
-    """Whether a trial has begun, or has ended without."""
+    """Whether a trial has begun, or was refused before it could."""
     stages = [each.name for each in (assignment, assignment.init) if each is not None]
     return any(assignment.log.of(key) for key in (f"trials/{trial}", *stages))
 
 
-def run_accounted(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
-    """`run` a trial's stage, with the times of all sessions that worked on it."""
+def run_timed(trial: str, assignment: Assignment, run: Callable[[Assignment], Outcome] = run_to_end) -> Outcome:
+    """`run` a trial's stage. The outcome has the times over all sessions."""
     begin_stage(trial, assignment)
-    return accounted_over_sessions(run(assignment), assignment.events)
+    return with_session_times(run(assignment), assignment.events)
 
 
-def judged(outcome: Outcome, target_pct: float | None) -> Outcome:
-    """A training that ended without the accuracy that it was to reach is no complete one."""
+def check_target(outcome: Outcome, target_pct: float | None) -> Outcome:
+    """Turn a complete training that missed its target accuracy into a `stopped` one."""
     if target_pct is None or outcome.status != "ok" or "time_to_accuracy_s" in outcome.metrics:
         return outcome
     m = outcome.metrics
@@ -73,16 +73,16 @@ def judged(outcome: Outcome, target_pct: float | None) -> Outcome:
 
 
 def run_with_epochs(assignment: Assignment) -> Outcome:
-    """See `run_to_end`; Ray Tune has each epoch's metrics, and the training waits until Tune has not ended the trial there."""
+    """Like `run_to_end`, but report each epoch to Ray Tune; training waits until Tune lets the trial continue."""
     name = "-".join((*assignment.config.labels.values(), "epochs"))
     reports = ray.remote(EpochReports).options(name=name, num_cpus=0, scheduling_strategy=on_this_node()).remote()
 
     def report() -> None:
         while (epoch := ray.get(reports.get.remote())) is not None:
             try:
-                tune.report(epoch)  # ends this thread where Tune ends the trial, whose process ends then too
+                tune.report(epoch)  # if Tune stops the trial, this ends the thread, and then the process ends
             except Exception as error:
-                ray.get(reports.decided.remote(f"Ray Tune did not take an epoch: {error}"))
+                ray.get(reports.decided.remote(f"Ray Tune rejected an epoch's report: {error}"))
                 raise
             ray.get(reports.decided.remote())
         ray.get(reports.decided.remote())
@@ -94,9 +94,9 @@ def run_with_epochs(assignment: Assignment) -> Outcome:
 
 
 def run_worker_group(settings: dict[str, Any], coordinator: Any, *, stops_early: bool) -> None:
-    """Ray Tune's function of a worker group: one start of workers, as many points as the coordinator has for them.
+    """Ray Tune's function for a worker group: start workers once and measure points while the coordinator has any.
 
-    `coordinator` is the sweep's actor, a `service.search.coordinator.PointCoordinator`; it also writes the points' results.
+    `coordinator` is the sweep's `service.search.coordinator.PointCoordinator` actor, which also records the outcomes.
     """
     skip_exit_handlers()
     workers = ReusableWorkers(coordinator, settings["group"], stops_early)

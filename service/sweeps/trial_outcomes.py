@@ -1,4 +1,4 @@
-"""The outcomes of trials that leave none of their own: stopped by the scheduler, or lost with their process."""
+"""Records outcomes of trials that cannot record their own: stopped by the scheduler, or their process died."""
 
 from collections.abc import Mapping
 from threading import Event
@@ -17,7 +17,7 @@ from trainables.rundir import RunDir
 
 
 class TrialOutcomeCallback(TrialErrorCallback):
-    """Records a trial's outcome when Ray Tune ends it, so that a sweep that is killed later has it."""
+    """Records a trial's outcome as soon as Ray Tune ends it, so that it survives a kill of the sweep."""
 
     def __init__(self, run_dir: RunDir, assignments: Mapping[str, Assignment], session_ending: Event) -> None:
         super().__init__(run_dir, session_ending)

@@ -1,4 +1,4 @@
-"""The trials of a sweep: every point of its space, those that cannot run, and the trainings that follow some; resumable."""
+"""The trials of a sweep: one per point of its space, also for points that cannot run, and trainings to the target."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ class Trial:
     oversubscribed: bool = False
     loader_workers: int | str = "auto"
     speed_trial: str | None = None
-    """Of a training to the target: the trial that had measured the point's speed."""
+    """If this is a training to the target: the id of the trial that measured the point's speed."""
 
     def kind(self, timing: bool) -> str:
-        """What the trial's row is about, in a sweep that is a `timing` one or not."""
+        """Return the kind of the trial's row; `timing` says whether the sweep times steps."""
         return "timing" if timing and not self.speed_trial else "accuracy"
 
     def _row(self, base: Mapping[str, Any], timing: bool) -> TrialRow:
-        """See `rows_of`; `base` is the sweep's own experiment by dotted keys."""
+        """See `rows_of`. `base` is the sweep's experiment by dotted keys."""
         values = {**base, **self.params, LOADER_WORKERS: self.loader_workers}
         outcome = self.outcome or Outcome(status="pending")
         fields = dict(outcome) if outcome.measurements else {k: v for k, v in dict(outcome).items() if k != "measurements"}
@@ -59,16 +59,15 @@ class Trial:
 
 
 def rows_of(trials: Sequence[Trial], base: Resolved, *, timing: bool) -> list[TrialRow]:
-    """The trials in `result.json`, in a sweep of the experiment `base` that is a `timing` one or not."""
+    """Return the trials' rows for `result.json`. `base` is the sweep's experiment; `timing` says whether it times steps."""
     values = flatten(base.experiment.model_dump(mode="json"))
     return [trial._row(values, timing) for trial in trials]
 
 
 def plan_trials(resolved: Resolved) -> list[Trial]:
-    """Every point of the space, those that are wrong in themselves already `infeasible`.
+    """Return a trial for every point of the space. Invalid points are `infeasible` already.
 
-    Raises:
-        ExperimentError: nothing to search.
+    Raises ExperimentError: the space has no points.
     """
     sweep = resolved.experiment.sweep
     try:
@@ -78,7 +77,7 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
     timing: dict[str, Any] = {"train.max_steps": sweep.timing_steps} if sweep.timing_steps is not None else {}
     if sweep.target_pct is not None and not sweep.is_time_to_accuracy:
         timing["train.until_top1_pct"] = sweep.target_pct
-    if sweep.policy == "guided":  # a probe may end where it is logged
+    if sweep.policy == "guided":  # a probe may end after any logged step
         timing["train.log_every"] = min(PROBE_LOG_STEPS, resolved.experiment.train.log_every)
     width = max(3, len(str(len(found) - 1)))
     trials = []
@@ -98,52 +97,49 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
 
 
 def load_outcomes(trials: list[Trial], fold: ResultFold) -> None:
-    """Take the outcomes that trials have on record, in this session of a sweep or an earlier one."""
+    """Set the outcomes that the log has for the trials, from this session or an earlier one."""
     for trial in trials:
         trial.outcome = fold.outcome_of(trial.id) or trial.outcome
 
 
 def may_retry(experiment: Experiment) -> bool:
-    """Whether trials that their environment ended run again; in a policy's own records they have ended."""
+    """Whether trials that failed because of their environment run again. Asha and guided searches count them as ended."""
     return experiment.sweep.policy not in ("asha", "guided")
 
 
 def has_trials_to_retry(experiment: Experiment, rows: Sequence[TrialRow]) -> bool:
-    """Whether a sweep that is complete has trials to run again."""
+    """Whether a complete sweep has trials to run again."""
     return may_retry(experiment) and any(row.failure in ENVIRONMENT_KINDS for row in rows)
 
 
 def retry_trials(trials: list[Trial], session: Session) -> None:
-    """Let the trials run again that waited for nodes in vain, or whose disk or store failed."""
+    """Reset trials that waited for nodes in vain, or whose disk or store failed, so that they run again."""
     for trial in trials:
         if trial.outcome is not None and trial.outcome.failure in ENVIRONMENT_KINDS:
             session.record("discarded", trial=trial.id)
             trial.outcome = None
 
 
-def training_of(base: Resolved, speed_trial: Trial, until_s: float | None) -> Trial:
-    """The training to the target of a point whose speed is known."""
+def target_trial(base: Resolved, speed_trial: Trial, until_s: float | None) -> Trial:
+    """Return the training to the target of a point whose speed is known."""
     goal = {"train.until_top1_pct": base.experiment.sweep.target_pct, "train.until_s": until_s}
     resolved = base.override({**speed_trial.params, LOADER_WORKERS: speed_trial.loader_workers, **goal}, "trial")
-    return _training(speed_trial, resolved)
+    return _target_trial(speed_trial, resolved)
 
 
-def _training(speed_trial: Trial, resolved: Resolved) -> Trial:
-    """The training of a trial's point, with the experiment `resolved`."""
-    workers = resolved.experiment.data.loader_workers
-    return Trial(
-        training_id(speed_trial), speed_trial.params, resolved, None, speed_trial.oversubscribed, workers, speed_trial.id
-    )
+def _target_trial(speed_trial: Trial, resolved: Resolved) -> Trial:
+    workers, id = resolved.experiment.data.loader_workers, training_id(speed_trial)
+    return Trial(id, speed_trial.params, resolved, None, speed_trial.oversubscribed, workers, speed_trial.id)
 
 
 def training_id(speed_trial: Trial) -> str:
     return f"{speed_trial.id}-trained"
 
 
-def finished_trainings(speed_trials: list[Trial], session: Session) -> list[Trial]:
-    """The trainings to the target that an earlier, interrupted session of the sweep has finished."""
+def finished_target_trials(speed_trials: list[Trial], session: Session) -> list[Trial]:
+    """Return the trainings to the target that earlier sessions of the sweep finished."""
     done = [trial for trial in speed_trials if session.fold.outcome_of(training_id(trial))]
     experiments = [session.run_dir.trial(training_id(trial)).experiment for trial in done]
-    trainings = [_training(trial, read_resolved(path)) for trial, path in zip(done, experiments, strict=True)]
-    load_outcomes(trainings, session.fold)
-    return trainings
+    trials = [_target_trial(trial, read_resolved(path)) for trial, path in zip(done, experiments, strict=True)]
+    load_outcomes(trials, session.fold)
+    return trials

@@ -1,4 +1,4 @@
-"""Trials run by Ray Tune: of those that share workers a worker group is one trial of Tune's."""
+"""Runs trials with Ray Tune. Trials that share workers run as one Tune trial per worker group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SessionEnding(Event):
-    """Set once the session ends. Ray Tune pickles what its callbacks have to its own files, of which nothing is restored."""
+    """Set once the session ends. It must be picklable because Ray Tune pickles its callbacks, though they are never restored."""
 
     def __reduce__(self) -> tuple[type[Event], tuple[()]]:
         return SessionEnding, ()
@@ -32,9 +32,9 @@ class SessionEnding(Event):
 def tune_trials(
     sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int, session_ending: SessionEnding
 ) -> None:
-    """Let Ray Tune run the trials; returns when each has an outcome, be it that the scheduler has stopped it.
+    """Run the trials with Ray Tune. Returns when each has ended or was stopped by the scheduler.
 
-    A trial whose process dies once the `session_ending` is set, or just before, has none.
+    A trial whose process dies after `session_ending` is set, or just before, gets no outcome.
     """
     prepare_tune()
     from ray import tune
@@ -46,7 +46,7 @@ def tune_trials(
 
     earlier, scheduler = {}, None
     if sweep.policy == "asha":
-        # A trial must not run ahead of what may end it: it waits at each epoch until Ray has its report.
+        # A trial must not run ahead of the scheduler: after each epoch it waits until Ray has its report.
         assignments = {
             trial: replace(assignment, config=assignment.config.model_copy(update={"report_each_epoch": True}))
             for trial, assignment in assignments.items()
@@ -54,9 +54,9 @@ def tune_trials(
         earlier = reported_epochs(read_log(run_dir))
         scheduler = asha_scheduler(sweep, earlier, ended=[trial for trial in earlier if trial not in assignments])
     function = partial(run_trial, assignments=dict(assignments))
-    # Those that an earlier session had begun come first, so that asha knows of them when it compares the others.
+    # Trials that an earlier session began come first, so that ASHA compares the others with them.
     trials = sorted(assignments, key=lambda trial: (trial not in earlier, trial))
-    # What is known of a sweep is in its log: nothing is restored from Tune's own.
+    # The log has all state of a sweep; nothing is restored from Tune's files.
     tune.Tuner(
         trial_class(function, living_nodes().trial_resources()),
         param_space={"trial": tune.grid_search(trials)},
@@ -71,33 +71,30 @@ def tune_trials(
 
 
 def prepare_tune() -> None:
-    """Set up Ray Tune in this process, before it runs trials: no failure of a trial ends the sweep or floods the terminal."""
-    # Asha's metric comes with epochs; a trial that failed before its first has none.
+    """Set up Ray Tune in this process, so that no failing trial ends the sweep or floods the terminal."""
+    # A trial that fails before its first epoch has no metric for ASHA.
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
-    os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")  # a trial's row says why it failed, and in which file the rest is
+    os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")  # a trial's row has the reason and the file with the details
     from service.runs.tune_internals import install_actor_manager
 
     install_actor_manager()
 
 
 def run_config(run_dir: RunDir, callback: Callback) -> RunConfig:
-    """Where Ray Tune writes its own files, of each session of a sweep in a folder of their own."""
+    """Configure where Ray Tune writes its files: a new folder for each session of a sweep."""
     from ray import tune
 
     name, storage = f"tune-{time.time_ns():x}", ray_storage(run_dir)
     return tune.RunConfig(name=name, storage_path=storage, verbose=0, callbacks=[callback])
 
 
-def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
-    """The same work for workers that measure several points: they reserve loader workers for the hungriest of their points.
-
-    What else workers reserve is the same for all of their points.
-    """
+def with_shared_reservations(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
+    """Let points whose reservations differ only in loader workers share worker groups: each reserves the largest number."""
     workers = {trial: replace(assignment, loader_workers=0).reservation for trial, assignment in assignments.items()}
-    most: dict[Reservation, int] = {}
+    max_loader_workers: dict[Reservation, int] = {}
     for trial, assignment in assignments.items():
-        most[workers[trial]] = max(assignment.loader_workers, most.get(workers[trial], 0))
-    return {trial: replace(assignment, loader_workers=most[workers[trial]]) for trial, assignment in assignments.items()}
+        max_loader_workers[workers[trial]] = max(assignment.loader_workers, max_loader_workers.get(workers[trial], 0))
+    return {trial: replace(each, loader_workers=max_loader_workers[workers[trial]]) for trial, each in assignments.items()}
 
 
 def measure_points(
@@ -107,11 +104,9 @@ def measure_points(
     max_concurrent: int,
     session_ending: SessionEnding,
 ) -> None:
-    """Let Ray Tune run groups of workers that measure the points; returns when there are no more.
+    """Measure the points with worker groups that Ray Tune runs. Returns when there are no more points.
 
-    `guided`: see `PointCoordinator`.
-
-    `session_ending`: see `tune_trials`.
+    For `guided` see `PointCoordinator`, for `session_ending` see `tune_trials`.
     """
     prepare_tune()
     import ray
@@ -123,13 +118,13 @@ def measure_points(
     from service.sweeps.trial_functions import run_worker_group
     from trainables.worker.ray_nodes import on_this_node
 
-    # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from its log.
+    # On the driver's node: the coordinator cannot die without the driver, and the sweep then resumes from its log.
     name, here = f"{run_dir.root.name}-points", on_this_node()
     actor = ray.remote(PointCoordinator).options(name=name, num_cpus=0, scheduling_strategy=here)
     coordinator = actor.remote(assignments, str(run_dir.root), guided)
     function = partial(run_worker_group, coordinator=coordinator, stops_early=guided is not None)
     trainable = trial_class(function, living_nodes().trial_resources())
-    # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
+    # The number of worker groups is open (num_samples=-1), as points may be measured again.
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(

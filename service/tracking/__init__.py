@@ -1,11 +1,11 @@
-"""MLflow as a function of a run's log, which `service.runs.mlflow_view` reads: `sync` makes MLflow equal to it.
+"""Sends runs to MLflow: `service.runs.mlflow_view` computes what MLflow shows from a run's log, and `sync` sends it.
 
 Only `mlflow_store`, `server_check`, `student_model` and `ui_app` import MLflow.
 """
 
 from service.tracking.run_view import SyncState
 from service.tracking.stores import compare_urls, default_uri, ui_command, ui_environment
-from service.tracking.sync import Delivery, Syncing, sync, sync_neighbours
+from service.tracking.sync import Delivery, Syncing, sync, sync_pending_runs
 
 __all__ = [
     "Delivery",
@@ -14,7 +14,7 @@ __all__ = [
     "compare_urls",
     "default_uri",
     "sync",
-    "sync_neighbours",
+    "sync_pending_runs",
     "ui_command",
     "ui_environment",
 ]

@@ -1,4 +1,4 @@
-"""The store as MLflow's client shows it. Imported late, by the thread that delivers: MLflow takes seconds to import."""
+"""Access to an MLflow store through MLflow's client. The sync thread imports it late, as MLflow takes seconds to import."""
 
 import contextlib
 import getpass
@@ -47,7 +47,7 @@ from trainables.rundir import create_private
 from trainables.user_code import file_of
 
 Row = tuple[str, tuple[Any, ...]]
-"""Kind, as `ENTITIES` has it, and (name, value) of a parameter or tag, (name, value, unix ms, step) of a metric."""
+"""A key of `ENTITIES`, with (name, value) of a parameter or tag, or (name, value, unix ms, step) of a metric."""
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
 READ_ONLY = {"PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND"}
 REFUSED_STATUS = {400, 411, 413, 414, 415, 422}
@@ -56,14 +56,14 @@ MODEL_PACKAGES = ("mlflow", "numpy", "pydantic", "safetensors", "torch", "torchv
 METADATA_KEYS = ("model", "num_classes", "image_size", "classes", "mean", "std")
 
 log = logging.getLogger("raydistill")
-# MLflow prints the stack trace of every error that it raises too; ours is the one line that the user sees.
+# MLflow also logs a stack trace for each error that it raises; users get one line from us instead.
 for _name in ("mlflow", "alembic"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
 
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Tell what a store will never take from what it does not take now."""
+    """Raise RefusedError for requests that the store will never accept; other errors pass, and may be retried."""
     try:
         yield
     except MlflowException as error:
@@ -77,10 +77,10 @@ def refusals() -> Iterator[None]:
 
 
 class Store:
-    """One experiment of one store. Methods raise RefusedError for what can never arrive, anything else for what may later."""
+    """An experiment in a store. Methods raise RefusedError for requests that can never succeed, other errors if they may."""
 
     def __init__(self, uri: str, experiment: str, scratch: Path):
-        """Connect; create the database and the experiment where there is none. `scratch`: a folder for temporary files."""
+        """Connect, creating the database and the experiment if needed. `scratch` is a folder for temporary files."""
         self._scratch, self._uri = scratch, uri
         artifacts = None
         if uri.startswith("sqlite:///"):
@@ -88,7 +88,7 @@ class Store:
             artifacts = (database.parent / "mlartifacts").as_uri()
             create_database(database, artifacts)
         elif not uri.startswith(("http", "databricks")):
-            # MLflow would put them under the working directory of whoever delivers.
+            # MLflow's default is below the working directory.
             artifacts = (scratch.parent / "mlartifacts").absolute().as_uri()
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.experiment = experiment
@@ -97,7 +97,7 @@ class Store:
     def _open_experiment(self, name: str, artifacts: str | None) -> str:
         found = self._client.get_experiment_by_name(name)
         if found is None:
-            # Refused where another process was faster.
+            # It is refused if another process has just created it.
             with contextlib.suppress(RefusedError), refusals():
                 return str(self._client.create_experiment(name, artifact_location=artifacts))
             found = self._client.get_experiment_by_name(name)
@@ -105,11 +105,11 @@ class Store:
             raise RuntimeError(f"cannot create the experiment {name!r}")
         if found.lifecycle_stage == "deleted":
             self._client.restore_experiment(found.experiment_id)
-            log.warning("tracking: experiment %r had been deleted in MLflow: it is restored, with its runs", name)
+            log.warning("tracking: restored experiment %r, which was deleted in MLflow, with its runs", name)
         return str(found.experiment_id)
 
     def find_runs(self, log_id: str) -> list[Run]:
-        """The runs of a log, also those that were deleted since and can be restored."""
+        """Find the runs of a log, including deleted ones that can be restored."""
         found, token = list[Run](), None
         while token is None or token:
             part = self._client.search_runs(
@@ -134,13 +134,13 @@ class Store:
                 self._client.set_terminated(run_id, status, ended_ms)
 
     def is_active(self, run_id: str) -> bool:
-        """Whether there is a run that was not deleted."""
+        """Whether a run exists and is not deleted."""
         with contextlib.suppress(RefusedError), refusals():
             return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
         return False
 
     def is_experiment_deleted(self) -> bool:
-        """Whether the experiment was deleted and can be restored."""
+        """Whether the experiment is deleted and can be restored."""
         with contextlib.suppress(RefusedError), refusals():
             return bool(self._client.get_experiment(self.experiment_id).lifecycle_stage == "deleted")
         return False
@@ -150,7 +150,7 @@ class Store:
             self._client.delete_run(run_id)
 
     def log(self, run_id: str, rows: Sequence[Row]) -> None:
-        """One request of parameters, tags and metrics; what was logged before is not logged again."""
+        """Log parameters, tags and metrics in one request. Repeated rows have no effect."""
         entities: dict[str, list[Any]] = {}
         for kind, row in rows:
             entities.setdefault(kind, []).append(ENTITIES[kind](*row))
@@ -158,25 +158,25 @@ class Store:
             self._client.log_batch(run_id, **entities, synchronous=True)
 
     def log_dataset(self, run_id: str, dataset: Mapping[str, str]) -> None:
-        """Say what a run is trained on; the store itself has each dataset of a run once."""
+        """Log the dataset that a run is trained on. The store ignores repetitions."""
         tags = [InputTag("mlflow.data.context", "training")]
         with refusals():
             self._client.log_inputs(run_id, [DatasetInput(Dataset(**dataset), tags)])
 
     def add_views(self, views: Mapping[str, str]) -> str:
-        """Save views of the experiment (key → value, see `saved_views`) that it does not have. Returns why that cannot be."""
+        """Save the views (key → value, see `saved_views`) that the experiment lacks. Returns why that is impossible, or ""."""
         if self._uri.startswith("databricks"):
-            return "Databricks shows none"
+            return "Databricks does not show them"
         try:
-            there = self._client.get_experiment(self.experiment_id).tags  # raises where the server is away
+            tags = self._client.get_experiment(self.experiment_id).tags  # raises if the server is down
             if self._uri.startswith("http"):
                 answer = http_request(get_default_host_creds(self._uri), "/version", "GET", raise_on_status=False, max_retries=0)
                 number = re.match(r"(\d+)\.(\d+)[\w.]*", answer.text if answer.ok else "")
                 if number is None or tuple(map(int, number.groups())) < VIEWS_SINCE:
-                    has = number.group() if number else "none that it names"
-                    return f"they need MLflow {'.'.join(map(str, VIEWS_SINCE))}, and it has {has}"
+                    found = number.group() if number else "of unknown version"
+                    return f"they need MLflow {'.'.join(map(str, VIEWS_SINCE))}, and the server is {found}"
             for key, value in views.items():
-                if VIEW_TAG + key not in there:
+                if VIEW_TAG + key not in tags:
                     self._client.set_experiment_tag(self.experiment_id, VIEW_TAG + key, value)
         except MlflowException as error:
             if error.error_code in REFUSALS | READ_ONLY:
@@ -185,19 +185,19 @@ class Store:
         return ""
 
     def log_artifact(self, run_id: str, path: Path) -> None:
-        """Copy a file into the run's artifacts, over what stands there."""
+        """Copy a file to the run's artifacts, overwriting an earlier copy."""
         if not path.exists():
-            raise RefusedError(f"{path} is gone: not sent")
+            raise RefusedError(f"{path} no longer exists")
         with refusals():
             self._client.log_artifact(run_id, str(path))
 
     def log_model(self, run_id: str, checkpoint: Path, tag: str, registered: str | None) -> None:
-        """Log a checkpoint's weights as a model of this run, and as a version of the `registered` model, unless that is done.
+        """Log a checkpoint's weights as a model of the run, and as a version of the `registered` model, if not done yet.
 
-        `tag` names the run.
+        `tag` identifies the run.
         """
         if not checkpoint.exists():
-            raise RefusedError(f"{checkpoint} is gone: not sent")
+            raise RefusedError(f"{checkpoint} no longer exists")
         with tempfile.TemporaryDirectory(dir=self._scratch, prefix=".model-") as folder, refusals():
             weights = Path(folder) / "student.safetensors"
             metadata = copy_weights(checkpoint, weights)
@@ -214,10 +214,9 @@ class Store:
                     self.experiment_id, name="student", source_run_id=run_id, tags={KEY_TAG: tag}, model_type="student"
                 )
             )
-            about_model = Model(
-                artifact_path=model.artifact_location, model_uuid=model.model_id, run_id=run_id, model_id=model.model_id
-            )
-            save_model(Path(folder) / "model", weights, metadata, about_model)
+            location, model_id = model.artifact_location, model.model_id
+            description = Model(artifact_path=location, model_uuid=model_id, run_id=run_id, model_id=model_id)
+            save_model(Path(folder) / "model", weights, metadata, description)
             self._client.log_model_artifacts(model.model_id, str(Path(folder) / "model"))
             outputs = self._client.get_run(run_id).outputs
             if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
@@ -226,7 +225,7 @@ class Store:
             self._register(run_id, model, registered)
 
     def _register(self, run_id: str, model: LoggedModel, name: str | None) -> None:
-        """Make a logged model the next version of the registered one of this name, unless it is one of its versions."""
+        """Make a logged model the next version of the registered model `name`, unless it is a version already."""
         if name is None:
             return
         try:
@@ -235,13 +234,13 @@ class Store:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         versions = self._client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
-        if model.model_id not in [version.tags.get(KEY_TAG) for version in versions]:  # SQL stores keep no model_id
-            of_model, location = {KEY_TAG: model.model_id}, model.artifact_location
-            self._client.create_model_version(name, location, run_id, tags=of_model, model_id=model.model_id)
+        if model.model_id not in [version.tags.get(KEY_TAG) for version in versions]:  # SQL stores do not store model_id
+            tags, location = {KEY_TAG: model.model_id}, model.artifact_location
+            self._client.create_model_version(name, location, run_id, tags=tags, model_id=model.model_id)
 
 
 def allowed(name: str) -> str:
-    """A name as MLflow takes it."""
+    """Turn a name into one that MLflow accepts."""
     return re.sub(r"[^\w.\- :/]", "_", name)[:MAX_NAME]
 
 
@@ -250,13 +249,13 @@ ENTITIES: dict[str, Callable[..., Any]] = {
     "params": lambda name, value: Param(allowed(name), value[:MAX_PARAM]),
     "tags": lambda name, value: RunTag(allowed(name), value[:MAX_TAG]),
 }
-"""Kind of a row → what MLflow has for it, cut where it would be refused."""
+"""Kind of a row → MLflow's entity, with its text cut to MLflow's limits."""
 
 
 def create_database(path: Path, artifacts: str) -> None:
-    """Make a new SQLite store, once among processes that start together.
+    """Create a new SQLite store. Processes that start together create it once.
 
-    It is made beside and renamed, since a death between two of MLflow's migrations leaves a database that none can open.
+    It is created under another name and renamed, since a kill between two of MLflow's migrations makes a database unusable.
     """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -271,9 +270,9 @@ def create_database(path: Path, artifacts: str) -> None:
 
 
 def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Write the `model.` tensors of a checkpoint of ours to `out`; returns what the checkpoint says of the model.
+    """Write the `model.` tensors of a checkpoint to `out`. Returns the checkpoint's metadata of the model.
 
-    Raises RefusedError: not a checkpoint of ours.
+    Raises RefusedError: it is not a checkpoint of this project.
     """
     try:
         with safe_open(checkpoint, framework="np") as file:
@@ -282,7 +281,7 @@ def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
             names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
             tensors = {name: file.get_tensor(name) for name in names}
     except (KeyError, SafetensorError) as error:
-        raise RefusedError(f"{checkpoint} is not a checkpoint of ours") from error
+        raise RefusedError(f"{checkpoint} is not a raydistill checkpoint") from error
     save_file(tensors, out, metadata={"raydistill": json.dumps(metadata)})
     return metadata
 
@@ -308,9 +307,9 @@ def save_model(folder: Path, weights: Path, metadata: dict[str, Any], model: Mod
 
 
 def requirements(model_name: str) -> list[str]:
-    """What a model needs to load, in the versions of this process; a build's suffix such as +cpu is on no index.
+    """Return the packages that a model needs, in this process's versions, without suffixes such as +cpu, which PyPI lacks.
 
-    Raises RefusedError: no model has this name here.
+    Raises RefusedError: there is no model of this name.
     """
     try:
         libraries = {check_model_name(part).library for part in model_parts(model_name)}
@@ -321,7 +320,7 @@ def requirements(model_name: str) -> list[str]:
 
 
 def user() -> str:
-    """Who runs this; a container may have no name for its user."""
+    """Return the user's name, or in a container without one the user id."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

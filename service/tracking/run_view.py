@@ -1,4 +1,4 @@
-"""What MLflow is to have of a run or a trial, and where a run's MLflow is. Nothing here knows the store."""
+"""The MLflow runs that a log should have, and which MLflow a run uses. Knows nothing of the store."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KEY_TAG = "raydistill.key"
 
 
 class RefusedError(Exception):
-    """The store will never take this."""
+    """The store rejects this, and always will."""
 
 
 class Item(NamedTuple):
-    """A part of a run that is sent once: its metrics and files."""
+    """A metric or file of a run, which is sent once."""
 
     end: int
-    """Offset behind the event in the log that it comes from."""
+    """End offset of its event in the log."""
     kind: Literal["metrics", "dataset", "views", "artifact", "model"]
     value: Any
     """`metrics`: (name, value, unix ms, step). `artifact`, `model`: a path. `dataset`, `views`: a mapping."""
@@ -35,7 +35,7 @@ class Item(NamedTuple):
 
 @dataclass
 class RunView:
-    """A run of MLflow as the log has it so far. `key` names it within the log, `parent` is the key of the run above it."""
+    """An MLflow run according to the log so far. `key` is unique within the log; `parent` is the parent run's key."""
 
     key: str
     name: str
@@ -46,18 +46,18 @@ class RunView:
     status: Status = "RUNNING"
     ended_ms: int = 0
     items: deque[Item] = field(default_factory=deque)
-    """What is not sent yet, in order."""
+    """Unsent items, in order."""
     changed: int = 0
-    """Offset behind the last event about this run."""
+    """End offset of the last event about this run."""
     mark: str = ""
-    """By which that event is found again in the log, see `LogView.offset_of`."""
+    """Identifies that event in the log, see `LogView.offset_of`."""
 
 
 class LogView(Protocol):
-    """What MLflow is to have of a run's log, read bit by bit."""
+    """The MLflow runs that a log should have. The log is read in parts."""
 
     id: str
-    """Identifies the log: it distinguishes its runs in MLflow from those of every other log."""
+    """Identifies the log, and so its runs in MLflow."""
     end: int
     """Offset up to which the log was read."""
     runs: dict[str, RunView]
@@ -65,27 +65,27 @@ class LogView(Protocol):
 
     @property
     def registered_model(self) -> str | None:
-        """The name in MLflow's model registry under which the run's model goes; None: it is not registered."""
+        """The name for the run's model in MLflow's model registry, or None if it is not registered."""
 
     def read(self) -> bool:
-        """Take up the next part of the log; False: there is none. Raises OSError."""
+        """Read the next part of the log. Returns whether there was one. Raises OSError."""
 
     def offset_of(self, mark: str) -> int:
-        """Offset behind an event that MLflow has; 0 where the log does not have that event there.
+        """Return the end offset of an event that MLflow has, or 0 if the log does not have that event there.
 
-        Of a run in an object store MLflow may have what was lost with a driver's node before the store had it.
+        MLflow may have events that a run in an object store has lost with the driver's node.
         """
 
     def checkpoint(self, path: Path) -> Path:
-        """A checkpoint of the run, brought here where it is elsewhere. Raises StorageError."""
+        """Return the local path of a checkpoint, downloading it if needed. Raises StorageError."""
 
 
 OpenView = Callable[[RunDir], LogView]
-"""Begins to read a run's log."""
+"""Creates the view of a run's log."""
 
 
 class SyncState(BaseModel):
-    """`.mlflow.json` of a run: where its MLflow is, and whether that has all of the log. How much it has, MLflow is asked for."""
+    """`.mlflow.json` of a run: where its MLflow is, and whether MLflow has the whole log (how much it has, MLflow knows)."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -95,11 +95,11 @@ class SyncState(BaseModel):
     """Size of the log when all of it was sent."""
     experiment_id: str = ""
     views: list[str] = Field(default_factory=list)
-    """Keys of the saved views that MLflow has: the table, the charts."""
+    """Keys of the saved views in MLflow: table, charts."""
 
     @classmethod
     def read(cls, run_dir: RunDir) -> SyncState | None:
-        """The state of a run; None where it has none, or a damaged one. Raises OSError."""
+        """Read a run's state; None if it is missing or damaged. Raises OSError."""
         try:
             return cls.model_validate_json(state_path(run_dir).read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -107,19 +107,19 @@ class SyncState(BaseModel):
 
     @classmethod
     def of(cls, run_dir: RunDir, uri: str, experiment: str) -> SyncState:
-        """The state of a run whose MLflow is at `uri`. Raises OSError."""
+        """Return a run's state, or a new one if the run was sent to another MLflow before. Raises OSError."""
         state = cls.read(run_dir)
         if state is None or (state.uri, state.experiment) != (uri, experiment):
             return cls(uri=uri, experiment=experiment)
         return state
 
     def write(self, run_dir: RunDir) -> None:
-        """Replace the file, under the run's lock of MLflow. Raises OSError."""
+        """Replace the file. The caller holds the lock at `lock_path`. Raises OSError."""
         remove_unfinished(state_path(run_dir))
         write_json(state_path(run_dir), self.model_dump())
 
     def is_sent(self, run_dir: RunDir) -> bool:
-        """Whether MLflow has all of the log. Raises OSError."""
+        """Whether MLflow has the whole log. Raises OSError."""
         return not lines_after(run_dir.events, self.position)
 
 
@@ -132,7 +132,7 @@ def lock_path(run_dir: RunDir) -> Path:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings as dotted names; values as text: strings as they are, everything else as JSON."""
+    """Flatten nested mappings to dotted names. Values that are not strings become JSON."""
     out: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Whether an MLflow server will take a run's records, asked before the run begins; and why it refuses them.
+"""Checks before a run begins whether an MLflow server will accept its records.
 
-Imports less of MLflow than `mlflow_store`: a run with a server waits for it.
+Imports less of MLflow than `mlflow_store`, as the run waits for the check.
 """
 
 import logging
@@ -24,16 +24,16 @@ from trainables.redact import redact
 TIMEOUT_S = 5
 LOGIN = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 DATABRICKS_LOGIN = "DATABRICKS_HOST and DATABRICKS_TOKEN"
-# As in `mlflow_store`: what it warns of is in the one line that the user sees.
+# As in `mlflow_store`: our error has what MLflow would log.
 logging.getLogger("mlflow").setLevel(logging.CRITICAL + 1)
 
 
 def check_server(uri: str, experiment: str) -> None:
-    """Refuse a server that would take no record of this experiment, neither now nor later. Creates nothing there.
+    """Refuse a server that will never accept records of this experiment. Creates nothing there.
 
-    One that is away, or has an error of its own, is not refused: records wait for it.
+    A server that is down or has an internal error is accepted: records are sent later.
 
-    Raises ExperimentError: it refuses the login or the experiment, cannot be trusted, or is not MLflow.
+    Raises ExperimentError: it rejects the login or the experiment, cannot be trusted, or is not MLflow.
     """
     where = redact(uri)
     if uri.startswith("databricks") and not experiment.startswith("/"):
@@ -48,11 +48,11 @@ def check_server(uri: str, experiment: str) -> None:
         kind = answer.headers.get("content-type", "no content type").partition(";")[0]
         raise ExperimentError(
             f"tracking.uri: {where} is not MLflow ({redact(answer.url.partition('?')[0])} answers {answer.status_code}, {kind}): "
-            "write the address of an MLflow server, with its path where it has one"
+            "write the address of an MLflow server, with its path if it has one"
         )
-    if any(hop.status_code in (301, 302, 303) for hop in answer.history):  # which make each POST a GET
+    if any(hop.status_code in (301, 302, 303) for hop in answer.history):  # they turn each POST into a GET
         raise ExperimentError(f"tracking.uri: {where} redirects: write {redact(answer.url.partition('/api/2.0/')[0])}")
-    # Without a new name, which a server misses only after it has looked at the permission.
+    # Without a new name: a server complains about that only after it has checked the permission.
     if "experiment" in found:
         _ask(uri, experiment, "POST", "update", json={"experiment_id": found["experiment"]["experiment_id"]})
     else:
@@ -60,30 +60,30 @@ def check_server(uri: str, experiment: str) -> None:
 
 
 def denial(status: int, uri: str, experiment: str, words: str) -> str:
-    """Why a server refuses with `status` 401 or 403, and `words` of its own, and what to do about it."""
+    """Explain a response with `status` 401 or 403 and the server's message `words`, and say what to do."""
     where, remedy = redact(uri), DATABRICKS_LOGIN if uri.startswith("databricks") else LOGIN
     login = read_mlflow_creds().username or ("MLFLOW_TRACKING_TOKEN" if MLFLOW_TRACKING_TOKEN.get() else "")
     if status == 401:
-        return f"MLflow at {where} {f'refuses the login of {login}' if login else 'asks for a login'}: set {remedy}"
+        return f"MLflow at {where} {f'rejects the login of {login}' if login else 'requires a login'}: set {remedy}"
     if "Invalid Host header" in words:
         host = urlsplit(uri).netloc
-        return f"MLflow at {where} does not answer to the name {host}: start it with `mlflow server --allowed-hosts {host}`"
+        return f"MLflow at {where} does not accept the host name {host}: start it with `mlflow server --allowed-hosts {host}`"
     return (
-        f"MLflow at {where} gives {login or 'a client without a login'} no permission to write to the experiment {experiment!r} "
+        f"MLflow at {where} does not allow {login or 'a client without a login'} to write to the experiment {experiment!r} "
         f"({words}): ask its owner for EDIT, name another in tracking.experiment, or log in with {remedy}"
     )
 
 
 def _ask(uri: str, experiment: str, method: str, action: str, **content: Any) -> Response | None:
-    """One request about experiments; None: the server is away.
+    """Send a request about experiments. Returns the response, or None if the server is down.
 
-    Raises ExperimentError: it will never take the request.
+    Raises ExperimentError: it will never accept the request.
     """
     is_databricks = uri.startswith("databricks")
     try:
         creds = get_databricks_host_creds(uri) if is_databricks else get_default_host_creds(uri)
     except MlflowException as error:
-        unset = f"no login of Databricks is configured: set {DATABRICKS_LOGIN}"
+        unset = f"no Databricks login is configured: set {DATABRICKS_LOGIN}"
         raise ExperimentError(f"tracking.uri: {redact(uri)}: {unset if is_databricks else first_line(error)}") from error
     try:
         limits = {"max_retries": 0, "timeout": TIMEOUT_S, "retry_timeout_seconds": TIMEOUT_S}
@@ -100,7 +100,7 @@ def _ask(uri: str, experiment: str, method: str, action: str, **content: Any) ->
 
 
 def _permanent_problem(cause: BaseException, uri: str) -> str:
-    """What is wrong where no later request would go better, and what to write; "" for a server that is away."""
+    """Explain a connection error that retrying does not fix, and say what to write; "" for a server that is down."""
     where = redact(uri)
     if isinstance(cause, ssl.SSLCertVerificationError):
         return (
@@ -110,7 +110,7 @@ def _permanent_problem(cause: BaseException, uri: str) -> str:
     if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
         return f"{where} does not speak TLS: write http:// instead of https://"
     if isinstance(cause, socket.gaierror):
-        notice(f"tracking.uri: the host of {where} is not known ({cause.strerror}): is it spelled right?")
+        notice(f"tracking.uri: the host of {where} is unknown ({cause.strerror}): check its spelling")
     return ""
 
 

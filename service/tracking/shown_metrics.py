@@ -1,6 +1,6 @@
-"""Which metrics MLflow shows of a run or a trial, and with how many digits. All of them, in full, are in the run's folder.
+"""Which metrics MLflow shows of a run or trial, and with how many digits. The run's folder has all of them in full.
 
-Names are those of a stage's final numbers, also for an epoch's record (`final_names`); for the hardware, MLflow's own.
+Metrics of an epoch have the names of a stage's final metrics (`final_names`), hardware metrics have MLflow's names.
 """
 
 import re
@@ -12,7 +12,7 @@ from trainables.rundir import final_names
 
 
 class Shown(NamedTuple):
-    """How a metric is shown: decimals; whether each epoch has a value, and whether stages before the student's have one."""
+    """How a metric is shown: its decimals, and whether it is sent for each epoch and for stages before the student."""
 
     decimals: int
     each_epoch: bool = False
@@ -53,7 +53,7 @@ SHOWN = {
 }
 """In the order in which MLflow gets them."""
 OTHER = Shown(3)
-"""What a sweep compares its trials by, where it is none of these."""
+"""For a metric that a sweep compares trials by and that is not in the table."""
 
 MIB_IN_MB = 2**20 / 1e6
 HARDWARE = {
@@ -63,20 +63,20 @@ HARDWARE = {
     "gpu/memory_mib": ("memory_usage_megabytes", MIB_IN_MB),
     "gpu/power_w": ("power_usage_watts", 1.0),
 }
-"""The metrics of a node and of each GPU: our name → MLflow's, and its unit in ours."""
+"""Metrics of a node and of each GPU: our name → MLflow's name, and the factor from our unit to MLflow's."""
 
 
 def of_epoch(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """What MLflow shows of an epoch's record; `prefix` is "" for the student, else `teacher/` or an assistant's."""
+    """Select MLflow's metrics from an epoch's. `prefix` is "" for the student, else the stage's, such as `teacher/`."""
     final = final_names(dict(metrics))
     return _rounded(final, prefix, {name: shown for name, shown in SHOWN.items() if shown.each_epoch}) | _hardware(final, prefix)
 
 
 def of_summary(metrics: Mapping[str, float], prefix: str = "", *, followed: bool = False, first: str = "") -> dict[str, float]:
-    """What MLflow shows of a stage's final numbers, or of a trial's.
+    """Select MLflow's metrics from the final metrics of a stage or trial.
 
-    `followed`: its epochs are sent too; where it has any, the last one has the final value of what each epoch has. `first`: what
-    trials are compared by.
+    With `followed`, its epochs are sent too, and metrics that each epoch has are left out. `first` is the metric that trials
+    are compared by, which is sent first.
     """
     table = {first: SHOWN.get(first, OTHER)} | SHOWN
     if followed and "epoch_wall_s" in metrics:
@@ -93,8 +93,8 @@ def _rounded(metrics: Mapping[str, float], prefix: str, table: Mapping[str, Show
 
 
 def _hardware(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The hardware of the student's stage, as MLflow's tab of system metrics has it: with `node_1/` where there are several."""
-    if prefix:  # whose steps would be those of the student's stage again
+    """Name the hardware metrics of the student's stage for MLflow's system metrics tab, by node if there are several."""
+    if prefix:  # other stages repeat the student's step numbers
         return {}
     matches = [found for name in metrics if (found := re.fullmatch(r"node(\d+)/(?:gpu(\d+)/)?(\w+)", name))]
     several, shown = len({node for node, _, _ in map(re.Match.groups, matches)}) > 1, {}

@@ -1,7 +1,7 @@
-"""The student as MLflow loads and serves it: a script that is copied into the logged model ("models from code", no pickle).
+"""The student as MLflow loads and serves it. This script is copied into the logged model ("models from code", no pickle).
 
-Beside it in the model lie a checkpoint of ours (safetensors) and the `trainables` package. Shapes: B batch, C channels, H W
-pixels, K classes.
+The model also contains the checkpoint (safetensors) and the `trainables` package. Shapes: B batch, C channels, H W pixels,
+K classes, D features.
 """
 
 import json
@@ -16,14 +16,14 @@ IMAGES_PER_FORWARD = 256
 
 
 class StudentModel(PythonModel):  # type: ignore[misc]
-    """uint8 images_BCHW of the training size in, float32 class probabilities_BK out; the model's metadata names the classes.
+    """Maps uint8 images_BCHW of the training size to float32 probabilities_BK, or features_BD if the student has no classes.
 
-    Without classes it is pooled features_BD that come out.
+    The model's metadata has the class names.
     """
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Build the network that the checkpoint describes and fill it; on the GPU where there is one."""
-        # Late, so that logging the model does not import torch into the process that logs.
+        """Build the checkpoint's model, on the GPU if there is one."""
+        # Imported late, so that logging the model does not import torch.
         import torch
         from safetensors import safe_open
 
@@ -46,7 +46,7 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         self._model = model.to(device=self._device, dtype=torch.float32).eval()
 
     def predict(self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None) -> np.ndarray:
-        """Class probabilities_BK or features_BD (float32) of uint8 images_BCHW."""
+        """Return float32 probabilities_BK or features_BD of uint8 images_BCHW."""
         import torch
 
         images_BCHW = torch.from_numpy(np.ascontiguousarray(model_input, dtype=np.uint8))

@@ -1,6 +1,6 @@
-"""MLflow's server behind a token, read-only unless asked otherwise: loopback is open to every user of a machine.
+"""MLflow's server behind a token, read-only by default, because every user of a machine can open its loopback ports.
 
-`mlflow server --app-name raydistill` finds it by the entry point `mlflow.app`.
+`mlflow server --app-name raydistill` finds it through the entry point `mlflow.app`.
 """
 
 import os
@@ -21,11 +21,11 @@ _READ_BY_POST = re.compile(
     r"/graphql|/(?:ajax-)?api/\d\.\d/mlflow/[\w-]+/"
     r"(?:search|search-datasets|get-latest-versions|presigned-download-url|batchGetInfos|metrics)"
 )
-"""Paths of MLflow's REST API that read, though their method is POST."""
+"""Paths of MLflow's REST API that only read, though their method is POST."""
 GRACE_S = 5.0
-"""How long a request that is being answered may keep a server that ends."""
+"""How long a stopping server waits for open requests."""
 TOKEN = re.compile(r"[\w.~-]{8,}")
-"""What goes into an address and a cookie as it is."""
+"""Tokens that need no escaping in URLs and cookies."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,19 +33,16 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class GuardedApp:
-    """An ASGI application that lets through who knows the token: from the address once, and from then on from a cookie."""
+    """An ASGI application that requires a token: first in the URL, later in a cookie or as a bearer token."""
 
     def __init__(self, inner: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, *, changes: bool) -> None:
-        """`changes`: whether requests may write and delete.
-
-        Raises ValueError: a token that is short, or that addresses and cookies do not take as it is.
-        """
+        """`changes` says whether requests may write and delete. Raises ValueError: the token is no `TOKEN`."""
         if not TOKEN.fullmatch(token):
             raise ValueError("a token has at least 8 letters, digits and characters of `.~_-`")
         self._inner, self._token, self._changes = inner, token, changes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it to MLflow."""
+        """Answer a request, or pass it to MLflow."""
         if scope["type"] == "lifespan":
             await self._inner(scope, receive, send)
             return
@@ -67,7 +64,7 @@ class GuardedApp:
 
     def _is_known(self, scope: Scope) -> bool:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        # Not by http.cookies: it drops all cookies where another program of this host has one in JSON.
+        # Not with http.cookies, which drops all cookies if one of another program on this host is JSON.
         cookie = re.search(rf"(?:^|;\s*){COOKIE}=([^;]*)", headers.get(b"cookie", ""))
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")  # as MLFLOW_TRACKING_TOKEN is sent
         return self._is_token(bearer) or (cookie is not None and self._is_token(cookie[1]))
@@ -87,7 +84,7 @@ async def _answer(send: Send, status: int, text: str, headers: list[tuple[str, s
 
 
 def end_with_stdin() -> None:
-    """End this process once its standard input ends: whoever started the server holds the other end of it."""
+    """End this process once its standard input closes, that is, when the process that started the server ends."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -96,6 +93,6 @@ def end_with_stdin() -> None:
 
 
 def create_app() -> GuardedApp:
-    """MLflow's application behind the token of the environment."""
+    """Create MLflow's application behind the token in the environment."""
     threading.Thread(target=end_with_stdin, daemon=True).start()
     return GuardedApp(mlflow_app, os.environ["RAYDISTILL_UI_TOKEN"], changes="RAYDISTILL_UI_CHANGES" in os.environ)

@@ -1,7 +1,7 @@
-"""Saved views of an MLflow experiment: its trials as a table, and as charts.
+"""Saved views of an MLflow experiment: its trials as a table and as charts.
 
-A view is a tag of the experiment, `mlflow.sharedViewState.KEY`, which MLflow opens and lists from 3.16 on. KEY is a hash of what
-it shows: sweeps over the same keys share a pair of views, and a sweep over other keys gets its own.
+A view is a tag of the experiment, `mlflow.sharedViewState.KEY`, which MLflow lists and opens since 3.16. KEY is a hash of its
+content, so that sweeps over the same keys share a pair of views.
 """
 
 import base64
@@ -20,9 +20,9 @@ _SECTION = "raydistill"
 def saved_views(
     kind: Literal["trial", "train"], swept: Mapping[str, str], first: str, *, ascending: bool, has_accuracy: bool
 ) -> dict[str, str]:
-    """Key → value of the tags of two views of the runs of a `kind` (tag `raydistill.kind`): a table, then charts.
+    """Return KEY → value of two views, a table and charts, of the runs whose tag `raydistill.kind` is `kind`.
 
-    `swept`: the keys of a sweep with their short names. `first`: the metric by which the best run is the first.
+    `swept` maps a sweep's keys to their short names. Runs are sorted by the metric `first`.
     """
     compared = ["images_per_s", *(["top1_pct"] if has_accuracy else [])]
     metrics = dict.fromkeys([*compared, first, "epoch_s", "data_pct"])
@@ -50,7 +50,7 @@ def saved_views(
         "runsHiddenMode": "SHOW_ALL",
         "hideEmptyCharts": True,
         "groupBy": None,
-        "isAccordionReordered": True,  # or the sections that the page makes of all metrics come first
+        "isAccordionReordered": True,  # otherwise MLflow's own chart sections come first
         "compareRunSections": [{"uuid": _SECTION, "name": what, **shown}],
         "compareRunCharts": charts,
     }

@@ -46,7 +46,7 @@ def test_a_run_on_both_nodes_outlives_one_of_them_and_loses_at_most_the_steps_si
     assert sorted(counts) == list(range(1, 8 * 22 + 1))
     assert set(counts.values()) == {1}
     assert [line["epoch"] for line in records(run, "epoch")] == list(range(1, 9))
-    assert "going on from the last checkpoint (restart 1 of at most 3)" in command.output
+    assert "restarting from the last checkpoint (restart 1 of at most 3)" in command.output
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def test_a_hang_that_comes_again_at_the_same_place_ends_the_stage_and_one_that_d
     sets = hanging(distill, "time.sleep(10_000)", "dist.get_rank() == 1 and batch.epoch * 22 > 10.5")
     run = distill.runs / "same"
     output = distill.run("train", distill.experiment, "--out", run, *TWO, *sets, code=2)
-    assert "hang: going on from the last checkpoint (restart 1 of at most 3)" in output
+    assert "hang: restarting from the last checkpoint (restart 1 of at most 3)" in output
     assert "hung in student of step 12 again: no progress for" in output.splitlines()[-1]
     assert len(hang_lines(read_log(RunDir(run)))) == 2
     once = distill.folder / "once"

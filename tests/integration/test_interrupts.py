@@ -177,4 +177,4 @@ def test_a_worker_that_ray_kills_for_the_nodes_memory_is_out_of_memory_and_not_b
     greedy = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "250"}
     output = distill.run("train", distill.experiment, "--set", "optim.epochs=100000", code=2, env=greedy)
     assert output.splitlines()[-1] == "error: the node ran out of memory: Ray killed a worker to save it"
-    assert "going on from the last checkpoint" not in output
+    assert "restarting from the last checkpoint" not in output

@@ -300,8 +300,8 @@ def test_a_server_that_has_nowhere_to_put_files_gets_every_metric(tmp_path: Path
         server.kill()
     assert steps_of(server, "nowhere", "train/loss") == list(range(100))
     assert not delivery.is_complete
-    assert "metrics are sent" in delivery.message
-    assert " artifacts wait: " in delivery.message
+    assert "has the metrics but lacks" in delivery.message
+    assert " artifacts: " in delivery.message
 
 
 def test_a_creation_that_a_server_gets_to_only_after_its_repetition_leaves_one_run(

@@ -62,7 +62,7 @@ def test_a_stage_saves_before_an_announced_end_waits_for_another_node_and_loses_
     wait_until(lambda: last_step(distill) >= 100, "step 100", command)
     cluster.announce_end(cluster.nodes[1])
     wait_until(lambda: "waiting for nodes, for" in command.output, "a line that it waits", command)
-    assert "a node or a worker is about to end: going on from the last checkpoint" in command.output
+    assert "a node or a worker is about to end: restarting from the last checkpoint" in command.output
     at_end = last_step(distill)
     cluster.add()
     assert command.end() == 0, command.output
@@ -149,6 +149,6 @@ def test_a_run_is_not_refused_for_which_an_autoscaler_starts_nodes(distill: Dist
             env = {**os.environ, **cluster.env}
             wait_until(lambda: b"True" in subprocess.check_output([sys.executable, "-c", code], env=env), "first status")
             output = distill.run("train", distill.experiment, "--set", "scale.num_workers=2", env=cluster.env)
-            assert "on 1 node, and those that an autoscaler starts" in output
+            assert "on 1 node, plus nodes that an autoscaler starts" in output
         finally:
             cluster.close()

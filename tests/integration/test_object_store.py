@@ -54,7 +54,7 @@ def test_a_run_whose_node_is_gone_with_its_disk_is_resumed_from_the_store_to_the
     shutil.rmtree(tmp_path / "copies")
 
     output = distill.run("resume", uri, env=env)
-    assert "waiting 30 s to see whether it still has" in output
+    assert "waiting 30 s to see whether it still is" in output
     assert f"train tiny in {uri}" in output
     assert f"result: {uri}/result.json" in output
     assert result(folder)["status"] == "complete"

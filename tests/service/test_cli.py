@@ -346,7 +346,7 @@ def test_a_gpu_where_there_is_none_is_refused(refuse: Refuse, monkeypatch: pytes
     [
         ("127.0.0.1:9", "no Ray at 127.0.0.1:9"),
         ("ray://127.0.0.1:9", "no Ray at ray://127.0.0.1:9"),
-        ("http://127.0.0.1:8265", "where jobs are submitted: use `distill submit`"),
+        ("http://127.0.0.1:8265", "which is for submitting jobs: use `distill submit`"),
         ("nonsense", "RAY_ADDRESS is nonsense: write HOST:PORT"),
     ],
 )
@@ -362,7 +362,7 @@ def test_a_job_without_a_dashboard_or_a_command_is_refused(refuse: Refuse, monke
     assert "give one of bench-model, cache, check-method" in refuse("submit", "dance")
     assert "did you mean digits?" in refuse("submit", "train", "digit")
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
-    assert refuse("submit", "train", "digits").startswith("no job could be submitted to http://127.0.0.1:9")
+    assert refuse("submit", "train", "digits").startswith("cannot submit a job to http://127.0.0.1:9")
 
 
 def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
@@ -383,9 +383,9 @@ def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
         ("sqlite:///", "names no file: write sqlite:////ABSOLUTE/PATH/mlflow.db"),
         ("sqlite:///{0}/none/mlflow.db", "tracking.uri: there is no folder {0}/none: create it, or choose another"),
         ("sqlite:///{0}", "tracking.uri: {0} is a folder: write the path of a file in it"),
-        ("sqlite:///{0}/text", "tracking.uri: {0}/text is no SQLite database: choose another file"),
+        ("sqlite:///{0}/text", "tracking.uri: {0}/text is not an SQLite database: choose another file"),
         ("sqlite:///{0}/text/mlflow.db", "tracking.uri: {0}/text is not a folder: choose another"),
-        ("sqlite:///{0}/pipe", "tracking.uri: {0}/pipe is no file: write the path of one"),
+        ("sqlite:///{0}/pipe", "tracking.uri: {0}/pipe is not a file: write the path of one"),
         ('"sqlite:///{0}/a\\0b"', "leave out the character NUL"),
     ],
 )
@@ -599,7 +599,7 @@ def test_a_folder_whose_run_died_before_it_could_be_resumed_is_refused_with_how_
     run = begun(tmp_path / "run")
     (run / "events.jsonl").unlink()
     assert "holds no run" in refuse("resume", run)
-    assert "died as it began: add --continue to begin it again" in refuse("train", "digits", "--out", run)
+    assert "died while starting: add --continue to start it again" in refuse("train", "digits", "--out", run)
 
 
 def test_a_job_that_is_started_again_continues_its_run_and_no_other(
@@ -624,7 +624,7 @@ def test_a_folder_that_holds_no_run_cannot_be_gone_on_with(command: str, refuse:
         assert "events.jsonl is damaged" in refuse(command, run)
     run = begun(tmp_path / "older")
     (run / "events.jsonl").write_text('{"kind": "log", "version": 0}\n')
-    assert f"{run}/events.jsonl has format 0, and this version reads 1: begin another run" in refuse(command, run)
+    assert f"{run}/events.jsonl has format 0, and this version reads 1: start a new run" in refuse(command, run)
     run = begun(tmp_path / "wrong")
     (run / "experiment.yaml").write_text("base: digits\noptim: {lr: -1}\n")
     assert "optim.lr: must be above 0, not -1" in refuse(command, run)

@@ -1,1 +1,1 @@
-"""A stage of a run on the cluster: what it reserves, waits for and needs around it, and how it ends."""
+"""Runs a stage on the cluster: its assignment, reservation, waits, teacher actors and times."""

@@ -1,4 +1,4 @@
-"""A stage as its workers get it, and what they reserve."""
+"""The assignment that a stage's workers get, and the resources that they reserve."""
 
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A stage and what it runs on."""
+    """A stage's configuration and the resources that it runs on."""
 
     config: TrainConfig
     use_gpu: bool
     loader_workers: int
     storage: str
-    """Folder or URI of Ray's own files; ours are under `config.output_dir`."""
+    """Folder or URI for Ray's files; the stage's own files are under `config.output_dir`."""
     limit_s: float | None = None
-    """How long it may take on its workers; with `init` both."""
+    """Time limit for the workers, together with those of `init`."""
     init: "Assignment | None" = None
-    """The init stage before it, which is run first."""
+    """The init stage, which runs first."""
     recorder: "RunRecorder | None" = field(default=None, compare=False)
-    """The run's log; None until the stage is to be run."""
+    """The run's log, set by `recorded_by` when the stage is about to run."""
 
     def recorded_by(self, recorder: "RunRecorder", limit_s: float | None = None) -> "Assignment":
-        """It and its init stage, to be run now."""
+        """Return a copy, ready to run, that records to `recorder`, as does its init stage."""
         init = None if self.init is None else self.init.recorded_by(recorder, limit_s)
         return replace(self, init=init, recorder=recorder, limit_s=limit_s)
 
     def without(self, part: StepPart) -> "Assignment":
-        """The stage under a name of its own, without a part of its steps and without its init stage."""
+        """Return the stage under another name, without a part of its steps and without its init stage."""
         name = f"{self.config.stage}-without-{part}"
         output_dir = str(self.stage_dir.root.with_name(name))
         config = self.config.model_copy(update={"omitted": part, "stage": name, "output_dir": output_dir})
@@ -56,15 +56,15 @@ class Assignment:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What the log has of the stage."""
+        """The stage's events in the log."""
         return self.log.of(self.name)
 
     def append_to_log(self, line: str) -> None:
-        """Append a line of the driver to the stage's `logs/train.log`."""
+        """Append a line to the stage's `logs/train.log`."""
         self.log.text(self.stage_dir.log, f"{datetime.now():%H:%M:%S} {redact(line)}\n")
 
     def after(self, used_s: float) -> "Assignment":
-        """What is left of it when workers have worked on it for so long."""
+        """Return a copy with its time limit reduced by `used_s`."""
         return self if self.limit_s is None else replace(self, limit_s=max(self.limit_s - used_s, 0.0))
 
     @property
@@ -77,7 +77,7 @@ class Assignment:
 
 
 def reservation_of(config: TrainConfig, loader_workers: int, use_gpu: bool) -> Reservation:
-    """What a stage reserves, with the actors of `teacher.service` that compute its teacher's logits."""
+    """Return a stage's reservation, including the `teacher.service` actors that compute its teacher's logits."""
     cpus_per_worker, gpus = config.scale.cpus_per_worker, int(use_gpu)
     service = None
     teacher = config.teacher

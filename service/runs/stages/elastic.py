@@ -1,8 +1,8 @@
-"""Elastic stages: with how many workers one begins (`scale.min_workers` to `scale.num_workers`), by what the cluster has free.
+"""Elastic stages: choose between `scale.min_workers` and `scale.num_workers` workers by the cluster's free resources.
 
-Ray's own elasticity (`ScalingConfig(num_workers=(min, max))`) is not used: its policy counts any number of workers between the
-two as good, also one that does not divide the global batch; and to resize it ends the workers without a notice
-(`TrainController._execute_resize_decision`), so that the steps since the last checkpoint would be lost.
+Ray's own elasticity (`ScalingConfig(num_workers=(min, max))`) is not used. It accepts any number between the two, even if it
+does not divide the global batch, and to resize it kills the workers without notice
+(`TrainController._execute_resize_decision`), which loses the steps since the last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from trainables.config import TrainConfig
 from trainables.rules import RULES, first_problem
 
 SETTLING_S = 10.0
-"""What workers that have just ended had reserved is not free at once."""
+"""How long resources of workers that have just ended may take to become free."""
 
 
 def with_num_workers(config: TrainConfig, num_workers: int, next_num_workers: int | None = None) -> TrainConfig:
-    """The configuration with another world size. `next_num_workers`: see `TrainConfig`."""
+    """Return the configuration with another world size. For `next_num_workers` see `TrainConfig`."""
     scale = config.scale.model_copy(update={"num_workers": num_workers})
     return config.model_copy(update={"scale": scale, "next_num_workers": next_num_workers})
 
 
 def world_sizes(config: TrainConfig) -> list[int]:
-    """The numbers of workers that a stage may have, ascending: between the two, those that divide what has to be divided."""
+    """Return the valid numbers of workers for a stage, ascending."""
     scale = config.scale
-    if scale.min_workers is None or config.train.max_steps is not None:  # what is timed is one number of workers
+    if scale.min_workers is None or config.train.max_steps is not None:  # a timing run has a fixed number
         return [scale.num_workers]
     numbers = range(scale.min_workers, scale.num_workers + 1)
     divisible = [number for number in numbers if number % scale.pipeline_stages == 0]
@@ -36,7 +36,7 @@ def world_sizes(config: TrainConfig) -> list[int]:
 
 
 def with_free_workers(assignment: Assignment) -> Assignment:
-    """The stage with as many workers as there is room for now; with the fewest where there is not even room for those."""
+    """Return the stage with as many workers as there is room for now, or with the minimum if there is less room."""
     config = assignment.config
     sizes = world_sizes(config)
     if len(sizes) == 1:
@@ -45,14 +45,15 @@ def with_free_workers(assignment: Assignment) -> Assignment:
     size = max([number for number in sizes if number <= room], default=sizes[0])
     larger = [number for number in sizes if number > size]
     if larger and size <= room:
-        assignment.append_to_log(f"{size} of {sizes[-1]} workers, as many as there is room for")
+        assignment.append_to_log(f"{size} of {sizes[-1]} workers, as the cluster has no room for more")
     return replace(assignment, config=with_num_workers(config, size, larger[0] if larger else None))
 
 
-def _settled_room(assignment: Assignment, most: int) -> int:
-    """For how many workers there is room, once no more is becoming free. The actors of `teacher.service` have theirs already."""
+def _settled_room(assignment: Assignment, max_workers: int) -> int:
+    """Return how many workers there is room for, waiting a little for up to `max_workers`."""
+    # The actors of `teacher.service` have their resources already.
     reservation = replace(assignment.reservation, service=None)
     until_s = time.monotonic() + SETTLING_S
-    while (room := living_nodes().free.max_workers(reservation)) < most and time.monotonic() < until_s:
+    while (room := living_nodes().free.max_workers(reservation)) < max_workers and time.monotonic() < until_s:
         time.sleep(0.5)
     return room

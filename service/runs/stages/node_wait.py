@@ -1,4 +1,4 @@
-"""Waiting for nodes: how long a stage or the actors of `teacher.service` have found too few, and what they say of it."""
+"""Tracks how long a stage or the actors of `teacher.service` have been waiting for nodes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from service.cluster.resources import Reservation, living_nodes
 
 @dataclass
 class NodeWait:
-    """The wait of one stage, which Ray Train does: it fails every minute for lack of resources, and is begun again.
+    """The wait of one stage for nodes. Ray Train does the waiting: it fails after a minute without resources and is restarted.
 
-    Meanwhile what the workers reserve stays on Ray's list of demands, by which an autoscaler starts nodes. So does what
-    actors reserve that have not started.
+    Meanwhile Ray lists the reservation of workers, or of actors that have not started, as demand for its autoscaler.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -26,9 +25,9 @@ class NodeWait:
         return self._since_s is not None
 
     def refusal(self, reservation: Reservation, limit_s: float, log: Callable[[str], None]) -> str | None:
-        """Why the wait has to end, since what is reserved does not fit on the nodes that there are; None: it fits, or waits on.
+        """Return why the wait is over if the reservation still does not fit after `limit_s`; None if it fits or may wait.
 
-        `limit_s` is `scale.wait_for_nodes_s`; `log` gets a line for each call that waits on.
+        `limit_s` is `scale.wait_for_nodes_s`. While waiting, `log` gets a line for each call.
         """
         problem = living_nodes().refusal(reservation)
         if problem is None:
@@ -39,5 +38,5 @@ class NodeWait:
         waited_s = self.clock() - self._since_s
         if waited_s >= limit_s:
             return f"{problem}, and scale.wait_for_nodes_s is {limit_s:g}: run `distill resume` once there are nodes"
-        log(f"{problem}: waiting for nodes, for {limit_s - waited_s:.0f} s more at most")
+        log(f"{problem}: waiting for nodes, for at most {limit_s - waited_s:.0f} s more")
         return None

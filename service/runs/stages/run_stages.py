@@ -1,4 +1,4 @@
-"""The stages of a run: each is run once, shown, and recorded with the times of all sessions that worked on it."""
+"""Runs the stages of a run, each once, and shows and records them."""
 
 import os
 from dataclasses import asdict
@@ -11,21 +11,21 @@ from service.runs.plan import Plan
 from service.runs.run_log import as_json
 from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
-from service.runs.stages.stage_times import accounted_over_sessions
-from service.runs.stored.stored_runs import checkpoint, display_name, put
+from service.runs.stages.stage_times import with_session_times
+from service.runs.stored.stored_runs import checkpoint, display_name, upload
 from service.runs.trial import run_to_end
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 
 
 def prepare_teacher(session: Session, plan: Plan) -> str | None:
-    """The path of the weights that the student learns from: the teacher's, or those of the last assistant.
+    """Train the teacher and then each assistant, and return the path of the weights that the student learns from.
 
-    The teacher is trained, or gets its class means, unless it teaches with the weights that the experiment names, then each
-    assistant by the one before it. A stage that is complete is not run again. A timing run trains none, see
-    `untrained_teacher`. None: there is no teacher, or no method that needs one.
+    The teacher is not trained if the experiment's weights are used as they are; with `teacher.head` it only gets its class
+    means. Complete stages are not run again. A timing run trains no teacher, see `untrained_teacher`. Returns None if there
+    is no teacher, or no method that needs one.
 
-    Raises TrainingError: a training failed.
+    Raises TrainingError: a stage failed.
     """
     experiment = plan.experiment
     if experiment.train.max_steps is not None:
@@ -42,15 +42,14 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
 
 
 def best_checkpoint(session: Session, stage: StageDir) -> Path | None:
-    """That of a stage that was run; None: it has none."""
+    """Return the best checkpoint of a stage that has run, or None."""
     return checkpoint(stage, session.log.of(str(stage.root.relative_to(session.run_dir.root))))
 
 
 def untrained_teacher(session: Session) -> str | None:
-    """The student's teacher where steps are timed: its speed does not depend on its weights, so that its first ones will do.
+    """Return weights for the teacher of a timing run; untrained ones will do, as speed does not depend on them.
 
-    Raises:
-        DistillError: the data or the model cannot be opened.
+    Raises DistillError: the data or the model cannot be opened.
     """
     experiment, stage = session.experiment, session.run_dir.stage("untrained-teacher")
     teacher, data, assistants = experiment.teacher, experiment.data, experiment.assistants
@@ -65,17 +64,17 @@ def untrained_teacher(session: Session) -> str | None:
     from trainables.models.registry import build_model
 
     classes = open_source(data, "train").classes
-    seen = student_input(data) if assistants or teacher is None else teacher_input(teacher, data)
-    model = build_model(name, num_classes=len(classes), image_size=seen.image_size, seed=experiment.seed)
-    about = {"model": name, "num_classes": len(classes), "classes": list(classes), **asdict(seen)}
-    write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
-    put(stage.best)
-    session.display.print(f"steps are timed: the teacher {name} runs with untrained weights")
+    model_input = student_input(data) if assistants or teacher is None else teacher_input(teacher, data)
+    model = build_model(name, num_classes=len(classes), image_size=model_input.image_size, seed=experiment.seed)
+    metadata = {"model": name, "num_classes": len(classes), "classes": list(classes), **asdict(model_input)}
+    write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, metadata)
+    upload(stage.best)
+    session.display.print(f"timing run: the teacher {name} runs with untrained weights")
     return str(stage.best)
 
 
 def run_stage(session: Session, assignment: Assignment) -> StageDir:
-    """Carry a stage out, its init stage before it, shown and recorded. Raises TrainingError: one did not end well."""
+    """Run a stage after its init stage, showing and recording both. Raises TrainingError: one failed."""
     if assignment.init is not None:
         run_stage(session, assignment.init)
     assignment = assignment.recorded_by(session.log.recorder)
@@ -86,19 +85,19 @@ def run_stage(session: Session, assignment: Assignment) -> StageDir:
     session.display.follow(config.stage, name, stage, assignment.events)
 
     def tick() -> None:
-        if os.path.exists(stage.heartbeats):  # also says no where a file server is down
+        if os.path.exists(stage.heartbeats):  # False also if a file server is down
             start_tracking(session)
 
     outcome = session.wait_for(lambda: run_to_end(assignment), tick)
     session.display.unfollow(name)
-    record_stage(session, assignment, accounted_over_sessions(outcome, assignment.events))
+    record_stage(session, assignment, with_session_times(outcome, assignment.events))
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
     return stage
 
 
 def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> None:
-    """Record a stage's end, in place of an earlier try's."""
+    """Record a stage's end, which replaces that of an earlier try."""
     best = checkpoint(assignment.stage_dir, assignment.events)
     about = {"model": assignment.config.model, "checkpoint": None if best is None else display_name(best)}
     session.record("stage_ended", assignment.name, outcome=as_json(outcome), **about)

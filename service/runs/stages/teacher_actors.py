@@ -1,4 +1,4 @@
-"""The actors of `teacher.service`: started before the students of a run or sweep, ended after them, however they end."""
+"""Starts the actors of `teacher.service` before the students of a run or sweep, and stops them afterwards."""
 
 import contextlib
 import time
@@ -14,19 +14,19 @@ from service.runs.stages.node_wait import NodeWait
 from trainables.errors import ClusterError
 
 WAIT_MESSAGE_S = 60.0
-"""Between two messages about actors that wait for free resources."""
+"""Time between two messages about actors that wait for free resources."""
 
 
 @contextlib.contextmanager
 def running_teacher_actors(
     run: str, display: Display, plan: Plan, cluster: Cluster, weights: str | None
 ) -> Iterator[tuple[str, ...]]:
-    """Start the actors that serve the teacher with these weights; yields their names, which begin with that of the `run`.
+    """Start the actors that serve the teacher with these weights, and yield their names, which begin with `run`.
 
-    None are started where the workers run the teacher themselves, or where no method reads one. Ray restarts an actor that dies,
-    on another node where its own is gone; the rows that it had in memory are computed again on request. Actors for which other
-    jobs leave no resources wait, and the display says so; those that would not even fit on the empty cluster wait as long as
-    `scale.wait_for_nodes_s` says. Raises ClusterError: one cannot start.
+    None are started if the workers run the teacher themselves, or no method reads one. Ray restarts an actor that dies, on
+    another node if its own is gone; rows that it had in memory are computed again on request. If other jobs hold the resources,
+    actors wait, and the display says so; if they would not even fit on the empty cluster, they wait for at most
+    `scale.wait_for_nodes_s`. Raises ClusterError: one cannot start.
     """
     teacher, need = plan.experiment.stage("student", Path("/"), {}).teacher, plan.reservation()
     if teacher is None or weights is None or need.service is None:
@@ -47,9 +47,9 @@ def running_teacher_actors(
 
 
 def start_actor(name: str, each: Reservation, node_id: str | None = None) -> Any:
-    """The handle of a new actor of a teacher service, which a worker's `ActorConnection` finds by its name.
+    """Start an actor and return its handle. A worker's `ActorConnection` finds it by its name.
 
-    `node_id`: the node on which it runs as long as that node is alive.
+    It runs on the node `node_id` while that node is alive.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -71,7 +71,7 @@ def start_actor(name: str, each: Reservation, node_id: str | None = None) -> Any
 
 
 def wait_until_started(display: Display, actors: dict[str, Any], reservation: Reservation, limit_s: float) -> None:
-    """Return once all actors have been started. Raises ClusterError where one cannot."""
+    """Wait until all actors have started. Raises ClusterError: one cannot start."""
     import ray
 
     node_wait = NodeWait()
@@ -80,8 +80,8 @@ def wait_until_started(display: Display, actors: dict[str, Any], reservation: Re
         started, starting = ray.wait(starting, num_returns=len(starting), timeout=WAIT_MESSAGE_S)
         try:
             ray.get(started)
-        except ray.exceptions.ActorUnavailableError:  # it died and is being restarted: its first request waits for that
-            display.print("teacher.service: an actor died while it started: Ray starts it again")
+        except ray.exceptions.ActorUnavailableError:  # its first request waits for the restart
+            display.print("teacher.service: an actor died while starting; Ray is restarting it")
         except ray.exceptions.RayError as error:
             raise ClusterError(f"teacher.service: its actors cannot start: {str(error).splitlines()[0]}") from error
         if not starting:
@@ -89,13 +89,13 @@ def wait_until_started(display: Display, actors: dict[str, Any], reservation: Re
         if refusal := node_wait.refusal(reservation, limit_s, lambda line: display.print(f"teacher.service: {line}")):
             raise ClusterError(f"teacher.service: {refusal}")
         if not node_wait.is_waiting:
-            display.print("teacher.service: the cluster has no room for its actors yet: still waiting")
+            display.print("teacher.service: the cluster has no room for its actors yet; still waiting")
 
 
 def _end(actors: dict[str, Any]) -> None:
     import ray
 
-    with contextlib.suppress(RayLostError):  # the actors end with their Ray, which would be waited for
+    with contextlib.suppress(RayLostError):  # a lost Ray takes its actors with it, and ray.kill would wait for it
         check_ray()
         for actor in actors.values():
             with contextlib.suppress(Exception):  # its node may be gone

@@ -1,1 +1,1 @@
-"""Runs in an object store, on the driver's side."""
+"""The driver's side of runs in an object store."""

@@ -1,7 +1,7 @@
-"""One driver at a time for a run in an object store: each has a lease, an object that it renews.
+"""Leases that let only one driver at a time work on a run in an object store. A lease is an object that its driver renews.
 
-Works in any store whose listing has every object that was put before it: who puts a lease and then finds no other is alone. Two
-that begin in the same moment see each other's, and both give up.
+This works in any store with consistent listings: a driver that writes its lease and then finds no other one is alone. Two
+drivers that begin at the same moment see each other's lease, and both give up.
 """
 
 import json
@@ -24,7 +24,7 @@ FOLDER, SEGMENTS = ".drivers", "events"
 _SEGMENT = re.compile(rf"{SEGMENTS}/(\d+)-(\d+)-(\d+)\.jsonl")
 RENEW_S = 10.0
 LEASE_S = 30.0
-"""A lease that was not renewed for so long is that of a driver that is gone."""
+"""A lease that was not renewed for this long has expired: its driver is gone."""
 _POLL_S = 1.0
 _log = logging.getLogger("raydistill")
 
@@ -34,10 +34,10 @@ class LeaseLostError(ExperimentError):
 
 
 class DriverLease:
-    """This process's lease of a run. Its `number` is larger than that of every driver before it."""
+    """This process's lease of a run. Its `number` is larger than those of all earlier drivers."""
 
     def __init__(self, uri: str, folder: Path, lost: Callable[[], None]) -> None:
-        """`lost` is called, from a thread, where another driver has taken the run over. `folder`: where this one works on it."""
+        """`folder` is the run's scratch folder. `lost` is called from a thread if another driver takes over the run."""
         self._store, self._folder_id = ObjectStore(uri, RENEW_S), _id_of(folder)
         self.name, self.number = f"{FOLDER}/{secrets.token_hex(8)}", 0
         self._lost, self._ended, self._drives, self._is_lost = lost, threading.Event(), False, False
@@ -45,10 +45,10 @@ class DriverLease:
         self._thread = threading.Thread(target=self._renew, name="driver's lease", daemon=True)
 
     def acquire(self, echo: Callable[[str], None]) -> None:
-        """Wait until the leases of others have ended; the folder's own lock has to be this process's.
+        """Acquire the lease, waiting for those of other drivers to expire. This process must hold the folder's lock.
 
         Raises:
-            ExperimentError: another driver works on the run.
+            ExperimentError: another driver is working on the run.
             StorageError: the store does not answer.
         """
         self._put()
@@ -59,7 +59,7 @@ class DriverLease:
             self.number = 1 + max(self.number, newest_driver(self._store))
             self._drives = True
             self._put()
-            if self._is_taken_over():  # by one that did not see this one drive, since this process was paused meanwhile
+            if self._is_taken_over():  # by a driver that began while this process was paused
                 raise lease_lost(self._store.uri)
         except BaseException:
             self.release()
@@ -74,13 +74,13 @@ class DriverLease:
             _log.warning("%s", error)
 
     def check(self) -> None:
-        """To be called before each put: a process that was paused may wake long after its lease has ended.
+        """Check the lease before each upload: a process that was paused may continue long after its lease has expired.
 
         Raises:
-            LeaseLostError: see there.
-            StorageError: the lease has ended, and the store does not say whether another driver has the run.
+            LeaseLostError: another driver has taken over the run.
+            StorageError: the lease has expired, and the store does not answer whether another driver has the run.
         """
-        # By the wall clock: the monotonic one stands still in a machine that sleeps.
+        # Use the wall clock: the monotonic clock stops while a machine sleeps.
         if not self._is_lost and not 0 <= time.time() - self._renewed_s <= LEASE_S:
             self._is_lost = self._is_taken_over()
         if self._is_lost:
@@ -94,7 +94,7 @@ class DriverLease:
         self._renewed_s = began_s
 
     def _others(self) -> dict[str, Entry]:
-        """The leases of other drivers; those in this folder are gone, since its lock was free."""
+        """Return the leases of other drivers. Drivers with this folder are gone, since its lock was free."""
         others = {name: entry for name, entry in self._store.entries(FOLDER).items() if name != self.name}
         for name in list(others):
             content = _content(self._store, name)
@@ -107,7 +107,7 @@ class DriverLease:
     def _wait_for_end(self, others: dict[str, Entry], echo: Callable[[str], None]) -> None:
         first = _content(self._store, next(iter(others)))
         driver = f"a driver on {first.get('host', 'another machine')} (process {first.get('pid', '?')})"
-        echo(f"{driver} had this run: waiting {LEASE_S:g} s to see whether it still has")
+        echo(f"{driver} was running this: waiting {LEASE_S:g} s to see whether it still is")
         until = time.monotonic() + LEASE_S
         while time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -133,12 +133,11 @@ class DriverLease:
 
 
 class Segment(NamedTuple):
-    """A part of the log, see `segments`."""
+    """A part of the log, bytes `[begin, end)` of one driver's. See `segments`."""
 
     driver: int
     begin: int
     end: int
-    """Bytes of the driver's log."""
 
     @property
     def name(self) -> str:
@@ -146,22 +145,22 @@ class Segment(NamedTuple):
 
 
 def segments_of(store: ObjectStore) -> list[Segment]:
-    """All that are there, in order. Raises StorageError."""
+    """Return all segments in the store, in order. Raises StorageError."""
     found = (_SEGMENT.fullmatch(name) for name in store.entries(SEGMENTS))
     return sorted(Segment(*map(int, each.groups())) for each in found if each)
 
 
 def newest_driver(store: ObjectStore) -> int:
-    """The number of the driver that has put a part of the log last; 0: none has. Raises StorageError."""
+    """Return the number of the newest driver that has uploaded a segment, or 0. Raises StorageError."""
     return max((each.driver for each in segments_of(store)), default=0)
 
 
 def lease_lost(uri: str) -> LeaseLostError:
-    return LeaseLostError(f"another driver has taken over {uri}: this one ends")
+    return LeaseLostError(f"another driver has taken over {uri}: stopping this one")
 
 
 def is_taken_over(store: ObjectStore, lease: str) -> bool:
-    """Whether another driver works on the run than the one with this lease. Raises StorageError."""
+    """Whether another driver has taken over the run from the one with this lease. Raises StorageError."""
     names = store.entries(FOLDER)
     return lease not in names or any(_content(store, name).get("drives") for name in names if name != lease)
 
@@ -172,7 +171,7 @@ def _content(store: ObjectStore, name: str) -> dict[str, Any]:
 
 
 def _id_of(folder: Path) -> str:
-    """What distinguishes a folder from those of all other machines; it goes where the folder goes."""
+    """Return a unique id of a folder. It is stored in the folder, so it moves with it."""
     path = folder / ".folder-id"
     if not path.exists():
         write_atomic(path, secrets.token_hex(16).encode())
@@ -180,7 +179,7 @@ def _id_of(folder: Path) -> str:
 
 
 def is_fresh(uri: str) -> bool:
-    """Whether a driver has renewed a lease of the run at `uri` of late, by the store's clock.
+    """Whether a driver has renewed a lease of the run at `uri` recently, by the store's clock.
 
     Raises StorageError: the store does not answer.
     """
@@ -193,7 +192,7 @@ def is_fresh(uri: str) -> bool:
 
 
 def _time_of(store: ObjectStore) -> float:
-    """Unix time by the store's clock; by this machine's where the store lets nothing be written, as to who only reads."""
+    """Return the store's unix time, or this machine's if the user may not write to the store."""
     name = f".clock/{secrets.token_hex(8)}"
     try:
         store.put(name, b"")

@@ -1,7 +1,7 @@
-"""The log of a run in an object store: `events/DRIVER-BEGIN-END.jsonl`, each a part of the log of one driver, put once.
+"""The log of a run in an object store: segments `events/DRIVER-BEGIN-END.jsonl`, each a part of one driver's log, never changed.
 
-A driver's log begins with all that the ones before it have left, and so does its first segment: a driver that was taken over may
-put another one late, which nobody reads.
+A driver's log, and so its first segment, begins with the logs of all earlier drivers. If a driver that was replaced uploads
+another segment late, it is ignored.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trainables.errors import ExperimentError
 from trainables.object_store.store import ObjectStore
 
 PUT_LOG_EVERY_S = 5.0
-"""What a log has gained is put so late, if nothing must outlive the node before."""
+"""Delay of uploads of events that need not outlive the node."""
 MAX_SEGMENTS = 500
-"""Then one takes the place of all: each has to be read."""
+"""At this number one segment replaces all others, since reading the log reads each."""
 _THREADS = 16
 
 
 class LogStore(NamedTuple):
-    """Where a driver puts the log of its run."""
+    """Where a driver uploads the log of its run."""
 
     uri: str
     driver: int
@@ -30,47 +30,47 @@ class LogStore(NamedTuple):
 
 
 class SegmentWriter:
-    """Puts what a log gains. One process at a time has it: the one that has the log."""
+    """Uploads new parts of a log, from the one process that writes the log."""
 
-    def __init__(self, place: LogStore, log: EventLog) -> None:
-        self.store, self._place, self._log = ObjectStore(place.uri), place, log
+    def __init__(self, log_store: LogStore, log: EventLog) -> None:
+        self.store, self._log_store, self._log = ObjectStore(log_store.uri), log_store, log
         self._put: list[Segment] | None = None
-        """Those of this driver; None: not listed yet, as by a process that goes on with the log of another one."""
+        """This driver's segments, or None before this process has listed them."""
         self.end = 0
-        """Offset in the log behind what was put."""
+        """Offset in the log up to which it is uploaded."""
 
     def put(self) -> None:
-        """Put what the log has and the store has not; once this has returned it outlives the node.
+        """Upload the part of the log that the store lacks. Once this returns, the log survives the loss of the node.
 
         Raises:
             LeaseLostError: another driver has the run.
-            StorageError: the store does not take it.
+            StorageError: the upload failed.
         """
         others = list[Segment]()
         if self._put is None:
             found = segments_of(self.store)
-            self._put = [each for each in found if each.driver == self._place.driver]
-            others = [each for each in found if each.driver < self._place.driver]
+            self._put = [each for each in found if each.driver == self._log_store.driver]
+            others = [each for each in found if each.driver < self._log_store.driver]
             self.end = max((each.end for each in self._put), default=0)
         if (end := self._log.size) == self.end:
             return
         replaces = len(self._put) >= MAX_SEGMENTS
-        segment = Segment(self._place.driver, 0 if replaces else self.end, end)
-        self._check_lease()  # a later driver may have the same number, and read what is put under it
+        segment = Segment(self._log_store.driver, 0 if replaces else self.end, end)
+        self._check_lease()  # a later driver may have the same number, and would read this segment
         self.store.put(segment.name, self._log.read(segment.begin, end))
-        self._check_lease()  # which may be lost since: then what was put does not count
+        self._check_lease()  # if it is lost by now, the segment does not count
         self.end, replaced = end, [*others, *(self._put if replaces else [])]
         self._put = [segment] if replaces else [*self._put, segment]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda each: self.store.delete(each.name), replaced))
 
     def _check_lease(self) -> None:
-        if is_taken_over(self.store, self._place.lease):
-            raise lease_lost(self._place.uri)
+        if is_taken_over(self.store, self._log_store.lease):
+            raise lease_lost(self._log_store.uri)
 
 
 def read_segments(store: ObjectStore) -> bytes | None:
-    """The log of a run; None: it has none. Raises ExperimentError: parts of it are missing. Raises StorageError."""
+    """Return the log of a run, or None. Raises ExperimentError: parts of it are missing. Raises StorageError."""
     for _ in range(3):
         found = segments_of(store)
         newest = [each for each in found if each.driver == found[-1].driver]
@@ -85,5 +85,5 @@ def read_segments(store: ObjectStore) -> bytes | None:
             contents = list(pool.map(lambda part: store.read(part[0].name), parts))
         if None not in contents and end == max(each.end for each in newest):
             return b"".join(content[skip:] for content, (_, skip) in zip(contents, parts, strict=True) if content)
-    missing = f"{store.uri}/{SEGMENTS} lacks what is behind byte {end} of the log of driver {newest[-1].driver}"
-    raise ExperimentError(f"{missing}: put back a copy, or begin another run")
+    missing = f"{store.uri}/{SEGMENTS} lacks the part after byte {end} of the log of driver {newest[-1].driver}"
+    raise ExperimentError(f"{missing}: restore a copy, or start a new run")

@@ -1,4 +1,4 @@
-"""The objects of a run in an object store, to be removed by `distill clean` while no driver can take the run up."""
+"""The objects of a run in an object store, as `distill clean` lists and removes them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainables.errors import ExperimentError
 from trainables.object_store.store import OPENING_S, ObjectStore, object_at
 
 _LAST = "experiment.yaml"
-"""What a run's driver puts first and a cleaning removes last: by it the rest is found."""
+"""The object that a driver uploads first and a cleaning removes last, since it identifies a run."""
 
 
 def stored_run_folders(root: Path) -> list[Path]:
-    """The scratch folders of the runs at a root in an object store; [] of another root.
+    """Return the scratch folders of the runs at a root in an object store, or [] for another root.
 
-    A bucket may have data and other roots beside them: only a run has an `experiment.yaml`. Raises StorageError.
+    A bucket may have other folders too: only a run has an `experiment.yaml`. Raises StorageError.
     """
     uri = uri_of(root)
     names = [name for name in ObjectStore(uri, OPENING_S).folders() if not name.startswith(".")] if uri else []
@@ -27,10 +27,10 @@ def stored_run_folders(root: Path) -> list[Path]:
 
 
 class StoredObjects:
-    """The objects of one run, as they are listed when this is made."""
+    """The objects of one run, listed at construction."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: the run's scratch folder, which gets its log and files. Raises StorageError."""
+        """Fetch the run's log and files to its scratch folder `folder`. Raises StorageError."""
         uri = uri_of(folder)
         assert uri is not None
         self._folder, self._store = folder, ObjectStore(uri, OPENING_S)
@@ -40,36 +40,36 @@ class StoredObjects:
         self._lease: DriverLease | None = None
         self._is_removed = False
         self.damage: ExperimentError | None = None
-        """What is wrong with the run's log."""
+        """The error if the run's log is damaged."""
         try:
             fetch_records(folder)
         except ExperimentError as error:
             self.damage = error
-            self._store.get(_LAST, folder / _LAST)  # what it refers to is needed all the same
+            self._store.get(_LAST, folder / _LAST)  # its references are needed even so
 
     def is_old(self, before_s: float) -> bool:
-        """Whether nothing was put since then, by the store's clock."""
+        """Whether nothing was uploaded since `before_s`, unix time by the store's clock."""
         return all(entry.changed_ns < before_s * 1e9 for entry in self.entries.values())
 
     def is_driven(self) -> bool:
-        """Whether a driver works on the run. Raises StorageError."""
+        """Whether a driver is working on the run. Raises StorageError."""
         return is_fresh(self._store.uri)
 
     def num_bytes(self, path: Path) -> int:
-        """Of the object of a file, or of all of the run."""
+        """Return the size of a file's object, or of the whole run if `path` is its folder."""
         part = str(path.relative_to(self._folder))
         return sum(entry.size for name, entry in self.entries.items() if part in (".", name))
 
     def checkpoints(self) -> list[Path]:
-        """Where the run's checkpoints are, or would be, in its folder."""
+        """Return the local paths of the run's checkpoints, whether downloaded or not."""
         return [self._folder / name for name in sorted(self.entries) if Path(name).match("checkpoints/*.safetensors")]
 
     @contextlib.contextmanager
     def exclusive(self, echo: Callable[[str], None]) -> Iterator[None]:
-        """Inside the context no driver takes the run up.
+        """Keep drivers from resuming the run inside the context.
 
         Raises:
-            ExperimentError: one works on it.
+            ExperimentError: a driver is working on it.
             StorageError: the store does not answer.
         """
         self._lease = DriverLease(self._store.uri, self._folder, lambda: None)
@@ -79,12 +79,12 @@ class StoredObjects:
         finally:
             self._lease.release()
             if self._is_removed:
-                self._store.delete_all()  # an object that stands for an empty folder is left of each that was removed
+                self._store.delete_all()  # removing objects may leave markers of empty folders
 
     def remove(self, path: Path) -> bool:
-        """Remove a file, or the whole run, from the store and then here; inside `exclusive`.
+        """Remove a file or the whole run, first from the store, then locally. Only inside `exclusive`.
 
-        A run's log goes first: what a kill leaves is no run that could be resumed. Raises StorageError.
+        The log of a run is removed first, so that after a kill the rest cannot be resumed. Raises StorageError.
         """
         assert self._lease is not None
         self._lease.check()

@@ -1,4 +1,4 @@
-"""Runs in an object store, `s3://BUCKET/PREFIX/RUN`: the scratch folder of this machine for each, and what is brought there."""
+"""Runs in an object store, `s3://BUCKET/PREFIX/RUN`: each has a scratch folder on this machine, to which files are fetched."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from trainables.worker.recorder import RunRecorder
 
 _ORIGIN = ".raydistill-origin"
-"""In the scratch folder of a runs' root: its URI."""
+"""File in the scratch folder of a runs' root that has the root's URI."""
 COPIES = "runs"
 RAY = ".ray"
-"""Below a runs' root: Ray's own objects, by run."""
+"""Folder below a runs' root for Ray's objects, by run."""
 NOT_PUT = ".not-put"
-"""In a scratch folder while a driver works on the run, and where it could not put all: as long as the store has the same log,
-files here are the newer ones."""
+"""File in a scratch folder while a driver works on the run, and afterwards if uploads are missing. It says that, while the
+store has the same log, local files are newer."""
 _SETTLED_NS = 5 * 10**9
-"""Stores know times to the second: a younger object may be replaced by one of the same size and time."""
+"""Stores have times in seconds: a younger object may still be replaced by one of the same size and time."""
 _THREADS = 16
 
 
 def root_folder(uri: str, option: str = "--runs") -> Path:
-    """The folder, the same on every node, that has the copies of the runs at a root's URI.
+    """Return the folder, the same on every node, that has the copies of the runs at a root's URI.
 
-    Raises ExperimentError: no URI of an object store, or one that has a key or an option in it.
+    Raises ExperimentError: it is not a URI of an object store, or one with a key or an option in it.
     """
     if redact_uris(uri) != uri:
         raise ExperimentError(secret_refusal(option, uri))
@@ -67,15 +67,15 @@ def root_folder(uri: str, option: str = "--runs") -> Path:
 
 
 def run_folder(uri: str) -> Path:
-    """The folder that is, or will be, the copy of the run at a URI. Raises ExperimentError: see `root_folder`."""
+    """Return the scratch folder of the run at a URI. Raises ExperimentError: see `root_folder`."""
     root, _, name = uri.rstrip("/").rpartition("/")
     if not name or root.endswith(":/"):
-        raise ExperimentError(f"{uri} is no run: write s3://BUCKET/PREFIX/RUN")
+        raise ExperimentError(f"{uri} is not a run: write s3://BUCKET/PREFIX/RUN")
     return root_folder(root, "run") / name
 
 
 def uri_of(path: Path) -> str | None:
-    """The URI of what `path` is a copy of; None: of nothing."""
+    """Return the URI that `path` is the local copy of, or None if it is not a copy."""
     path = path.absolute()
     for folder in (path, *path.parents):
         try:
@@ -88,7 +88,7 @@ def uri_of(path: Path) -> str | None:
 
 
 def display_name(path: Path) -> str:
-    """`path` as the user names it."""
+    """Return `path` as the user knows it: its URI if it is a copy."""
     return uri_of(path) or str(path)
 
 
@@ -98,7 +98,7 @@ def shell_name(path: Path) -> str:
 
 
 def run_store(path: Path) -> RunStore | None:
-    """The store of the run, or sweep, that has `path`, a folder or file in it; None where that is no copy."""
+    """Return the store of the run or sweep that contains `path`, or None if the run is not in an object store."""
     path = path.absolute()
     for folder, root in zip((path, *path.parents), path.parents, strict=False):
         if (root / _ORIGIN).exists() and (uri := uri_of(folder)):
@@ -107,7 +107,7 @@ def run_store(path: Path) -> RunStore | None:
 
 
 def ray_storage(run_dir: RunDir) -> str:
-    """Where Ray Tune and Ray Train write their own files: not below a run in an object store, whose listings would have them."""
+    """Return where Ray Tune and Ray Train write their files: outside a run in an object store, to keep its listings short."""
     if (store := run_store(run_dir.root)) is None:
         return str(run_dir.tune)
     root, _, name = store.uri.rpartition("/")
@@ -116,7 +116,7 @@ def ray_storage(run_dir: RunDir) -> str:
 
 
 def check_reachable(root: Path) -> None:
-    """Refuse a root in an object store where nothing can be written. Raises StorageError."""
+    """Raise StorageError if nothing can be written to a root in an object store."""
     if uri := uri_of(root):
         store = ObjectStore(uri, OPENING_S)
         store.put(".probe", b"")
@@ -124,13 +124,13 @@ def check_reachable(root: Path) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether there is a run already of which `path` would be the scratch folder. Raises StorageError."""
+    """Whether the store already has a run whose scratch folder would be `path`. Raises StorageError."""
     uri = uri_of(path)
     return bool(uri and ObjectStore(uri, OPENING_S).entries())
 
 
 def fetch_records(path: Path) -> None:
-    """Make a run's scratch folder what the store has of it, checkpoints apart, unless a process of this machine works on it.
+    """Update a run's scratch folder from the store, without checkpoints, unless a process on this machine works on the run.
 
     Raises:
         StorageError: the store does not answer.
@@ -145,7 +145,7 @@ def fetch_records(path: Path) -> None:
 
 
 def rebuild(folder: Path, store: ObjectStore) -> None:
-    """`fetch_records`, by the process that works on the run. Raises as that does."""
+    """Do the work of `fetch_records`, also for the process that works on the run. Raises what that raises."""
     found = store.entries()
     entries = {name: entry for name, entry in found.items() if is_for_people(name)}
     log, file = read_segments(store), RunDir(folder).events
@@ -164,13 +164,13 @@ def rebuild(folder: Path, store: ObjectStore) -> None:
     elif log != before:
         write_atomic(file, log)
         written_ns = max((entry.changed_ns for name, entry in found.items() if name.startswith(SEGMENTS)), default=time.time_ns())
-        os.utime(file, ns=(written_ns, written_ns))  # by which it is said since when nobody runs it
-    if log is None or not log.startswith(before):  # how much of the log MLflow has can be found out again
+        os.utime(file, ns=(written_ns, written_ns))  # shown as the time since when the run is not running
+    if log is None or not log.startswith(before):  # forget how much of the log MLflow has; the next sync asks MLflow
         state_path(RunDir(folder)).unlink(missing_ok=True)
 
 
 def _get(store: ObjectStore, name: str, path: Path, entry: Entry) -> None:
-    """Bring an object here, unless it was brought before."""
+    """Download an object, unless the local file is up to date."""
     if path.exists() and (path.stat().st_size, path.stat().st_mtime_ns) == entry:
         return
     if store.get(name, path) and time.time_ns() - entry.changed_ns > _SETTLED_NS:
@@ -178,26 +178,26 @@ def _get(store: ObjectStore, name: str, path: Path, entry: Entry) -> None:
 
 
 def is_for_people(name: str) -> bool:
-    """Whether a run's file, named relative to it, is neither its log, nor a checkpoint, nor of this machine alone."""
+    """Whether a file of a run, named relative to it, is neither its log, nor a checkpoint, nor a hidden local file."""
     parts = name.split("/")
     return name != "events.jsonl" and not {SEGMENTS, "checkpoints"} & {*parts} and not any(part.startswith(".") for part in parts)
 
 
 def people_files(folder: Path) -> list[str]:
-    """The names of those that are here."""
+    """Return the names of the local files for people."""
     found = []
-    for parent, _, names in os.walk(folder):  # which passes over a folder that vanishes meanwhile
+    for parent, _, names in os.walk(folder):  # it skips folders that vanish meanwhile
         found += [str(Path(parent, name).relative_to(folder)) for name in names]
     return [name for name in found if is_for_people(name) and (folder / name).is_file()]
 
 
 def copies_base() -> str:
-    """Where this user's folder is that has, in `COPIES`, the scratch folders of all roots in object stores."""
+    """Return the base of the user's folder, which has in `COPIES` the scratch folders of all roots in object stores."""
     return os.environ.get("RAYDISTILL_COPIES") or tempfile.gettempdir()
 
 
 def fetch_checkpoint(uri: str) -> Path:
-    """Bring a checkpoint of a run in an object store here; of a run's URI the student's best, of a stage's its own.
+    """Download a checkpoint of a run in an object store: that at `uri`, or the best one of the run or stage at `uri`.
 
     Raises:
         ExperimentError, CheckpointError: there is none.
@@ -219,35 +219,35 @@ def fetch_checkpoint(uri: str) -> Path:
 
 
 def _run_of(uri: str) -> str:
-    """The URI of the run that has what is at `uri`.
+    """Return the URI of the run that contains `uri`.
 
     Raises:
         ExperimentError: there is none.
         StorageError: the store does not answer.
     """
     run = uri.rstrip("/")
-    run_folder(run)  # refuses what is no URI of ours
+    run_folder(run)  # refuses other URIs
     while run.count("/") > 3:
         if ObjectStore(run, OPENING_S).entries(SEGMENTS):
             return run
         run = run.rpartition("/")[0]
-    raise ExperimentError(f"{uri} is in no run: copy the checkpoint to a folder that all nodes mount, and give its path there")
+    raise ExperimentError(f"{uri} is not part of a run: copy the checkpoint to a folder that all nodes mount, and give that path")
 
 
 def checkpoint(stage: StageDir, events: Iterable[Event], kind: str = "best") -> Path | None:
-    """The file of a stage's newest checkpoint of a kind, by its events, that is to be; None: it has none."""
+    """Return the path of a stage's newest checkpoint of a kind according to its events, or None. It may not exist locally."""
     name = checkpoint_names(events).get(kind)
     return None if name is None else stage.best.with_name(name)
 
 
 def local_checkpoint(path: Path) -> Path:
-    """A checkpoint of a run, brought here where that is in an object store. Raises CheckpointError, StorageError."""
+    """Return the local path of a checkpoint, downloading it from an object store. Raises CheckpointError, StorageError."""
     store = run_store(path)
     return path if store is None else fetch(store, str(path.relative_to(store.folder)), OPENING_S)
 
 
 def is_there(path: Path, store: RunStore | None) -> bool:
-    """Whether there is a checkpoint of a run, also in an object store. Raises StorageError."""
+    """Whether a checkpoint exists, locally or in the run's object store. Raises StorageError."""
     if store is None:
         return path.exists()
     name = str(path.relative_to(store.folder))
@@ -255,9 +255,9 @@ def is_there(path: Path, store: RunStore | None) -> bool:
 
 
 def begin_attempt(config: TrainConfig, log: RunRecorder) -> tuple[TrainConfig, RunRecorder]:
-    """A stage as its workers get it that begin now, and what they record with.
+    """Begin an attempt at a stage. Returns the configuration and the recorder for its workers.
 
-    In an object store they go on from the newest checkpoint that the log names, and what a kill has left of others is removed.
+    In an object store, they resume from the newest checkpoint that the log names, and all other checkpoints are removed.
 
     Raises StorageError.
     """
@@ -266,9 +266,9 @@ def begin_attempt(config: TrainConfig, log: RunRecorder) -> tuple[TrainConfig, R
         return config, log.begin_attempt(stage)
     store, part = ObjectStore(config.run_store.uri), log.stage(stage)
     found = store.entries(f"{part}/checkpoints")
-    recorder = log.begin_attempt(stage)  # from here on the log names no more of what was found
-    there = {Path(name).name for name in store.entries(f"{part}/checkpoints")}
-    newest = {kind: name for kind, name in checkpoint_names(log.of(part)).items() if name in there}  # a cleaning may remove some
+    recorder = log.begin_attempt(stage)  # earlier workers can no longer add checkpoints to the log
+    present = {Path(name).name for name in store.entries(f"{part}/checkpoints")}
+    newest = {kind: name for kind, name in checkpoint_names(log.of(part)).items() if name in present}  # `clean` removes some
     for name in found:
         if Path(name).name not in newest.values():
             store.delete(name)
@@ -279,22 +279,22 @@ def begin_attempt(config: TrainConfig, log: RunRecorder) -> tuple[TrainConfig, R
     return config.model_copy(update=changes), recorder
 
 
-def put(path: Path) -> None:
-    """Put a file that the driver writes in its workers' stead, where the run is in an object store. Raises StorageError."""
+def upload(path: Path) -> None:
+    """Upload a file that the driver has written, if its run is in an object store. Raises StorageError."""
     if uri := uri_of(path):
         store, name = object_at(uri)
         store.put(name, path)
 
 
 def fetch_result(path: Path) -> None:
-    """Bring here a file that a worker put in an object store. Raises StorageError."""
+    """Download a file that a worker has uploaded, if the run is in an object store. Raises StorageError."""
     if uri := uri_of(path):
         store, name = object_at(uri)
         store.get(name, path)
 
 
 def delete(path: Path) -> None:
-    """Remove a file, first in an object store. Raises StorageError."""
+    """Remove a file, first from the object store if its run is in one. Raises StorageError."""
     if uri := uri_of(path):
         store, name = object_at(uri)
         store.delete(name)

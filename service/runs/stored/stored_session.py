@@ -1,4 +1,4 @@
-"""The driver of a run in an object store: alone by its lease, it puts the log, and now and then the files for people."""
+"""The driver's session of a run in an object store: it holds the lease, and regularly uploads changed files for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from service.runs.stored.driver_lease import DriverLease, LeaseLostError, newest_driver
+from service.runs.stored.driver_lease import DriverLease, LeaseLostError, lease_lost, newest_driver
 from service.runs.stored.segments import LogStore
 from service.runs.stored.stored_runs import NOT_PUT, display_name, people_files, rebuild, uri_of
 from trainables.errors import ExperimentError, StorageError
@@ -21,28 +21,30 @@ from trainables.throttled import Throttled
 
 PUT_FILES_EVERY_S = 30.0
 MAX_PAUSE_S = 60.0
-"""Where the store was slow: some of the time may have been that of a store that was gone."""
+"""Longest pause after slow uploads, which may only have waited for a store that was down."""
 ENDING_S = 10.0
-"""How long a driver that was interrupted waits for a store that does not answer."""
+"""How long an interrupted driver waits for a store that does not answer."""
 _log = logging.getLogger("raydistill")
 
 
 @contextlib.contextmanager
 def stored_session(run_dir: RunDir, echo: Callable[[str], None]) -> Iterator[LogStore | None]:
-    """Around a driver's work on a run, whose lock it has: where its log is put; None where the run is in a folder.
+    """Hold the lease of a run and upload its files inside the context. The caller holds the run's lock.
+
+    Yields where the log is uploaded, or None if the run is in a folder.
 
     Raises:
-        ExperimentError: another driver works on the run.
-        StorageError: what the driver wrote could not be put.
+        ExperimentError: another driver is working on the run.
+        StorageError: files could not be uploaded.
     """
     if (uri := uri_of(run_dir.root)) is None:
         yield None
         return
     driver = _StoredDriver(uri, run_dir.root.absolute())
     try:
-        place = driver.begin(echo)
+        log_store = driver.begin(echo)
         try:
-            yield place
+            yield log_store
         except BaseException:
             driver.end(ENDING_S)
             raise
@@ -52,7 +54,7 @@ def stored_session(run_dir: RunDir, echo: Callable[[str], None]) -> Iterator[Log
 
 
 class _StoredDriver:
-    """Puts the files for people of a run, some time after each changed."""
+    """Uploads a run's files for people, some time after each has changed."""
 
     def __init__(self, uri: str, folder: Path) -> None:
         self._store, self._folder = ObjectStore(uri), folder
@@ -60,7 +62,7 @@ class _StoredDriver:
         self._ended, self._losing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="object store", daemon=True)
         self._put: dict[str, tuple[int, int]] = {}
-        """Size and time of each file as it was put."""
+        """Size and time of each uploaded file."""
 
     def begin(self, echo: Callable[[str], None]) -> LogStore:
         """Raises ExperimentError, StorageError: see `stored_session`."""
@@ -88,9 +90,9 @@ class _StoredDriver:
         return LogStore(self._store.uri, self._lease.number, self._lease.name)
 
     def end(self, limit_s: float | None) -> None:
-        """Put the rest, and let others have the run. With a limit, files for people may be missing.
+        """Upload the rest, and release the lease. With a time limit, some files may be left out.
 
-        Raises StorageError: without a limit, the rest could not be put.
+        Raises StorageError: there is no time limit, and the rest could not be uploaded.
         """
         if limit_s is not None:
             self._store.retry_s = limit_s
@@ -107,15 +109,15 @@ class _StoredDriver:
             self._lease.release()
 
     def put_changed(self) -> None:
-        """Put what has changed since it was put last.
+        """Upload files that have changed since their last upload.
 
         Raises:
             LeaseLostError: another driver has the run.
-            StorageError: the store does not take it.
-            OSError: a file of this machine cannot be read.
+            StorageError: the upload failed.
+            OSError: a local file cannot be read.
         """
         for name in people_files(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # removed in this moment
+            with contextlib.suppress(FileNotFoundError):  # it was just removed
                 if self._put.get(name) != (state := self._state(name)):
                     self._lease.check()
                     self._store.put(name, (self._folder / name).read_bytes())
@@ -138,6 +140,6 @@ class _StoredDriver:
 
     def _lose(self) -> None:
         if self._ended.is_set() or not self._losing.acquire(blocking=False):
-            return  # the main thread ends already: a second interrupt would cut that short
-        _log.warning("another driver has taken over %s: this one ends", self._store.uri)
+            return  # the main thread is ending already, and a second interrupt would cut that short
+        _log.warning("%s", lease_lost(self._store.uri))
         _thread.interrupt_main()

@@ -67,8 +67,8 @@ def test_a_folder_for_sessions_whose_sockets_paths_are_too_long_is_refused_befor
         monkeypatch.setenv("RAY_TMPDIR", base)
         code, _, error = run(capsys, "train", "digits", "--runs", tmp_path / "runs")
         assert error == (
-            f"error: RAY_TMPDIR is {base}, which is {excess} bytes too long for the sockets that Ray makes below it: "
-            "name a shorter folder, or unset it\n"
+            f"error: RAY_TMPDIR is {base}, which is {excess} bytes too long for the sockets that Ray creates below it: "
+            "set a shorter folder, or unset it\n"
         )
         assert code == 2
     assert not (tmp_path / "runs").exists()

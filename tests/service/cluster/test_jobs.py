@@ -130,7 +130,7 @@ def test_a_dashboard_that_answers_with_an_error_is_one_line(dashboard: Dashboard
     with pytest.raises(ClusterError) as refused:
         submitted(tmp_path)
     assert str(refused.value) == (
-        f"no job could be submitted to {dashboard.address}: Request failed with status code 500: the agent is busy; "
+        f"cannot submit a job to {dashboard.address}: Request failed with status code 500: the agent is busy; "
         "start Ray or set RAY_API_SERVER_ADDRESS"
     )
     assert not dashboard.jobs
@@ -142,7 +142,7 @@ def test_a_ray_without_a_token_is_a_notice(dashboard: Dashboard, tmp_path: Path)
         submitted(tmp_path)
     assert set(dashboard.sent) == {None}
     (line,) = notices
-    assert line.startswith(f"the Ray at {dashboard.address} asks for no token: ")
+    assert line.startswith(f"the Ray at {dashboard.address} requires no token: ")
 
 
 SUBMIT = """
@@ -175,7 +175,7 @@ def test_a_ray_with_a_token_takes_jobs_with_it_alone(
     # In a process of its own: Ray reads the mode once.
     words = [sys.executable, "-c", SUBMIT, str(tmp_path)]
     done = subprocess.run(words, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
-    refusal = f"{dashboard.address} refuses a request without its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH=FILE"
+    refusal = f"{dashboard.address} requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH=FILE"
     assert done.stdout.startswith(refusal) if is_refused else done.stdout == "", done.stderr
     assert done.stdout.count("\n") == is_refused
     assert len(dashboard.jobs) == (not is_refused)
@@ -213,5 +213,5 @@ def test_a_log_is_followed_to_the_jobs_end() -> None:
 def test_a_job_whose_log_is_cut_off_is_followed_to_its_end_all_the_same() -> None:
     shown = followed("one\n", RuntimeError("WebSocket connection closed unexpectedly with close code 1006"))
     assert shown[0] == "one\n"
-    assert shown[1].startswith("the connection of the log was lost (WebSocket connection closed unexpectedly")
+    assert shown[1].startswith("lost the connection to the log (WebSocket connection closed unexpectedly")
     assert shown[1].endswith("the job keeps running; its log: ray job logs")

@@ -130,4 +130,4 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     a = sweep_dir(tmp_path / "a", {GLOBAL_BATCH: [64]}).root
     code, _, err = run(capsys, "compare", a, tmp_path)
     assert code == 2
-    assert err == f"error: {tmp_path} holds no run: give a directory that `distill train` or `distill sweep` wrote\n"
+    assert err == f"error: {tmp_path} holds no run: give a directory that `distill train` or `distill sweep` has written\n"

@@ -90,7 +90,7 @@ def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, 
     code, out, _ = run(capsys, "report", run_dir.root, "--watch")
     assert code == 0
     for shown in (out, run(capsys, "report", run_dir.root)[1]):
-        assert re.search(r": interrupted not running since [\d-]+ [\d:]+: no process runs it any more\n", shown)
+        assert re.search(r": interrupted not running since [\d-]+ [\d:]+: its process is gone\n", shown)
         assert f"continue it with: distill resume {run_dir.root}\n" in shown
     assert not any(attributes.get("http-equiv") == "refresh" for attributes in Parsed(run_dir.report.read_text()).all("meta"))
 

@@ -31,7 +31,7 @@ def test_an_npy_file_has_the_embeddings_and_a_text_file_the_paths(tmp_path: Path
 
 def test_what_cannot_be_embedded_is_refused_with_what_to_write(tmp_path: Path) -> None:
     root, file = tmp_path / "runs", tmp_path / "x.pth"
-    with pytest.raises(ExperimentError, match=r"--to x.csv: write a file of the name FILE.parquet or FILE.npy"):
+    with pytest.raises(ExperimentError, match=r"--to x.csv: write FILE.parquet or FILE.npy"):
         embed("m.safetensors", "digits", Path("x.csv"), [], root)
     with pytest.raises(CheckpointError, match=r"no checkpoint at resnet18: .* or a model with --weights DEFAULT"):
         embed("resnet18", "digits", tmp_path / "x.npy", [], root)

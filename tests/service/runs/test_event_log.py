@@ -197,7 +197,7 @@ def test_a_tail_that_has_seen_what_a_failed_write_took_back_gives_no_event_again
 def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
-    with pytest.raises(ExperimentError, match=re.escape(f"end what `fuser {path}` names")):
+    with pytest.raises(ExperimentError, match=re.escape(f"kill the process that `fuser {path}` lists")):
         EventLog(path, wait_s=0.05)
     log.close()
     EventLog(path, wait_s=0.05).close()
@@ -206,7 +206,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
 def test_a_log_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind": "log", "time_ms": 1, "version": 7}\n')
-    with pytest.raises(ExperimentError, match="has format 7, and this version reads 1: begin another run"):
+    with pytest.raises(ExperimentError, match="has format 7, and this version reads 1: start a new run"):
         EventLog(path)
 
 
@@ -255,7 +255,7 @@ def test_events_of_workers_that_were_given_up_are_refused(tmp_path: Path) -> Non
         first = await recorder.begin_attempt("student")
         await recorder.append([step(1)], first)
         second = await recorder.begin_attempt("student")
-        with pytest.raises(StaleAttemptError, match=f"attempt {first} at student was given up"):
+        with pytest.raises(StaleAttemptError, match=f"attempt {first} at student was abandoned"):
             await recorder.append([step(2)], first)
         await recorder.append([step(2)], second)
 

@@ -181,7 +181,7 @@ def test_one_pack_at_a_time_works_on_a_folder(images: Path, tmp_path: Path) -> N
     dest = tmp_path / "packed"
     (dest / UNFINISHED).mkdir(parents=True)
     with locked(dest / UNFINISHED / "lock"):
-        assert "another `distill pack` works on it; wait for its end" in refusal(images, dest)
+        assert "another `distill pack` is working on it; wait until it ends" in refusal(images, dest)
     pack(images, dest)
 
 

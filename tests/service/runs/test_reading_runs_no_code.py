@@ -167,7 +167,7 @@ def test_a_run_whose_method_is_as_it_was_has_nothing_to_say(begun: RunDir) -> No
 def test_a_copy_that_was_changed_is_refused(begun: RunDir) -> None:
     copy = next(begun.methods.glob("*.py"))
     copy.write_text("")
-    with pytest.raises(ExperimentError, match=f"{copy} was changed after the run began: put back its text"):
+    with pytest.raises(ExperimentError, match=f"{copy} was changed after the run began: restore its text"):
         reopen(begun.root, to_continue=True)
     assert reopen(begun.root)[1] == begun
 

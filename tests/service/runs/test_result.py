@@ -67,7 +67,7 @@ def test_a_result_with_a_wrong_type_is_one_line_that_names_the_file_and_the_fiel
     for command in READERS:
         code, out, err = run(capsys, command, run_dir.root)
         assert (code, out) == (2, "")
-        assert err == (f"error: {run_dir.events} is damaged: {message}: put back a copy, or begin another run\n")
+        assert err == (f"error: {run_dir.events} is damaged: {message}: restore a copy, or start a new run\n")
 
 
 def test_a_stage_with_a_wrong_type_is_named_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -158,14 +158,14 @@ def test_rows_that_are_none_are_one_line_too(
     spoil(run_dir, lambda r: r.update(trials=trials))
     code, _, err = run(capsys, "report", run_dir.root)
     assert code == 2
-    assert re.search(rf"is damaged: its line that ends at byte \d+: result\.{mistake}: put back a copy", err)
+    assert re.search(rf"is damaged: the line that ends at byte \d+: result\.{mistake}: restore a copy", err)
     assert len(err.splitlines()) == 1
 
 
 def test_an_end_of_a_trial_that_lacks_a_field_is_named(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", SPACE)
     add(run_dir, event("trial_ended", trial="000", outcome={"reason": "?"}))
-    with pytest.raises(ExperimentError, match=r"ends at byte \d+: trial_ended\.outcome\.status: missing: put back a copy"):
+    with pytest.raises(ExperimentError, match=r"ends at byte \d+: trial_ended\.outcome\.status: missing: restore a copy"):
         result_of(run_dir)
 
 
@@ -175,7 +175,7 @@ def test_a_run_of_another_format_is_refused_in_one_line(capsys: pytest.CaptureFi
     for command in (*READERS, "resume"):
         code, _, err = run(capsys, command, run_dir.root)
         assert code == 2
-        assert err == f"error: {run_dir.events} has format 2, and this version reads 1: begin another run\n"
+        assert err == f"error: {run_dir.events} has format 2, and this version reads 1: start a new run\n"
 
 
 def rewritten(run_dir: RunDir, change: Callable[[Any], object]) -> RunDir:

@@ -52,7 +52,7 @@ def test_a_sweep_whose_driver_was_killed_has_not_run_since_its_trials_last_wrote
     for path, time_s in times_s.items():
         os.utime(path, (time_s, time_s))
     since = datetime.fromtimestamp(3e9)
-    assert as_it_stands(run_dir, result).reason == f"not running since {since:%Y-%m-%d %H:%M:%S}: no process runs it any more"
+    assert as_it_stands(run_dir, result).reason == f"not running since {since:%Y-%m-%d %H:%M:%S}: its process is gone"
 
 
 def test_a_root_that_is_created_is_its_users_alone_and_one_that_exists_stays_as_it_is(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_second_hang_at_the_same_place_ends_the_stage(
     messages = [hang["message"] for hang in events_of(tmp_path, "hang")]
     assert messages == [f"no progress for 9 s: rank 1 hangs in {place}" for place in places]
     assert [each["failure"]["position"] for each in events_of(tmp_path, "restart")] == list(places[:-1])
-    assert stage.log.read_text().count("hang: going on from the last checkpoint") == tries - 1
+    assert stage.log.read_text().count("hang: restarting from the last checkpoint") == tries - 1
 
 
 @pytest.mark.parametrize("kind", ["worker_died", "hang"])

@@ -18,7 +18,7 @@ from service.runs.run_log import ResultFold, as_json, read_log
 from service.runs.stages.assignment import Assignment
 from service.search.coordinator import PointCoordinator
 from service.sweeps.trials import plan_trials
-from service.sweeps.tune import with_shared_starts
+from service.sweeps.tune import with_shared_reservations
 from tests.run_log import LocalRecorder, events_of
 from tests.service.search.rows import AXES, result, row, stage
 from trainables.rundir import RunDir
@@ -55,7 +55,7 @@ def points_of(run_dir: RunDir, rows: dict[str, dict[str, Any]], space: str, reco
             rows[trial.id] |= as_json(outcome)
         planned = Plan.on(trial.resolved.experiment, ROOM).assign("student", run_dir.trial(trial.id), {})
         left[trial.id] = planned.recorded_by(recorder)
-    return with_shared_starts(left)
+    return with_shared_reservations(left)
 
 
 def begun(folder: Path, space: str = SPACE, recorder: LocalRecorder | None = None) -> PointCoordinator:
@@ -234,7 +234,7 @@ def test_points_share_the_loader_workers_of_the_hungriest_where_they_reserve_the
     assignments = points_of(RunDir(tmp_path), {}, space, LocalRecorder(tmp_path))
     own = {trial: replace(one, loader_workers=int(one.config.data.loader_workers)) for trial, one in assignments.items()}
     del own["003"]  # of 4 CPUs and 2 loader workers
-    shared = [(one.config.scale.cpus_per_worker, one.loader_workers) for one in with_shared_starts(own).values()]
+    shared = [(one.config.scale.cpus_per_worker, one.loader_workers) for one in with_shared_reservations(own).values()]
     assert shared == [(1, 2), (1, 2), (4, 1)]
 
 

@@ -32,7 +32,7 @@ def test_a_trial_that_ended_before_a_resume_has_its_loader_workers_in_numbers_to
 
 def test_a_sweep_is_not_elastic() -> None:
     resolved = load("digits", ["scale.num_workers=[1, 2]", "sweep.space={seed: [1, 2]}"])
-    with pytest.raises(ExperimentError, match=r"scale\.min_workers: .* write one in scale\.num_workers"):
+    with pytest.raises(ExperimentError, match=r"scale\.min_workers: .* write one number in scale\.num_workers"):
         check_sweep(resolved)
 
 

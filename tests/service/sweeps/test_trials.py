@@ -2,8 +2,8 @@
 
 from service.config.experiment import load
 from service.runs.outcome import Outcome
-from service.sweeps.trial_functions import judged
-from service.sweeps.trials import plan_trials, rows_of, training_of
+from service.sweeps.trial_functions import check_target
+from service.sweeps.trials import plan_trials, rows_of, target_trial
 
 
 def test_a_grid_has_every_combination_once_in_the_order_of_the_space() -> None:
@@ -64,7 +64,7 @@ def test_every_trial_of_a_grid_by_time_trains_to_the_target() -> None:
 def test_a_training_to_the_target_is_a_row_of_its_own_and_names_the_trial_of_its_speed() -> None:
     base = load("digits", ["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=guided"])
     probe = plan_trials(base)[3]
-    trial = training_of(base, probe, until_s=7.5)
+    trial = target_trial(base, probe, until_s=7.5)
     assert trial.resolved is not None
     train = trial.resolved.experiment.train
     assert (train.max_steps, train.until_top1_pct, train.until_s) == (None, 90, 7.5)
@@ -73,7 +73,7 @@ def test_a_training_to_the_target_is_a_row_of_its_own_and_names_the_trial_of_its
 
 
 def test_a_training_that_did_not_reach_its_target_is_stopped_and_says_how_far_it_came() -> None:
-    late = judged(Outcome(status="ok", metrics={"top1_pct": 81.25, "train_s": 8.04}), 90)
+    late = check_target(Outcome(status="ok", metrics={"top1_pct": 81.25, "train_s": 8.04}), 90)
     assert (late.status, late.reason) == ("stopped", "top-1 81.25% after 8.0 s, not 90%")
     reached = Outcome(status="ok", metrics={"top1_pct": 91.0, "train_s": 6.0, "time_to_accuracy_s": 6.0})
-    assert judged(reached, 90) == reached
+    assert check_target(reached, 90) == reached

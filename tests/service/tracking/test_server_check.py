@@ -99,14 +99,14 @@ def test_a_training_on_a_server_that_wants_a_login_does_not_begin(
     server.answers["*"] = (401, "You are not authenticated.")
     code, out, err = run(capsys, "train", "digits", "--runs", tmp_path / "runs", "--set", f"tracking.uri={server.uri}")
     assert (code, out) == (2, "")
-    assert err == f"error: tracking.uri: MLflow at {server.uri} asks for a login: set {LOGIN}\n"
+    assert err == f"error: tracking.uri: MLflow at {server.uri} requires a login: set {LOGIN}\n"
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_login_that_a_server_does_not_know_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.answers["*"] = (401, "You are not authenticated.")
     login(monkeypatch)
-    assert refusal(server.uri) == f"tracking.uri: MLflow at {server.uri} refuses the login of bob: set {LOGIN}"
+    assert refusal(server.uri) == f"tracking.uri: MLflow at {server.uri} rejects the login of bob: set {LOGIN}"
 
 
 @pytest.mark.parametrize("answers", [{"*": DENIED}, {"*": DENIED, "get-by-name": FOUND}, {"*": DENIED, "get-by-name": ABSENT}])
@@ -116,7 +116,7 @@ def test_an_experiment_that_one_may_not_write_to_is_refused_also_where_one_may_r
     server.answers = answers
     login(monkeypatch)
     assert refusal(server.uri) == (
-        f"tracking.uri: MLflow at {server.uri} gives bob no permission to write to the experiment 'adas' (Permission denied): "
+        f"tracking.uri: MLflow at {server.uri} does not allow bob to write to the experiment 'adas' (Permission denied): "
         f"ask its owner for EDIT, name another in tracking.experiment, or log in with {LOGIN}"
     )
 
@@ -139,7 +139,7 @@ def test_an_address_where_something_else_than_mlflow_answers_is_refused(answer: 
     assert refusal(server.uri).startswith(
         f"tracking.uri: {server.uri} is not MLflow ({server.uri}/api/2.0/mlflow/experiments/get-"
     )
-    assert refusal(server.uri).endswith("write the address of an MLflow server, with its path where it has one")
+    assert refusal(server.uri).endswith("write the address of an MLflow server, with its path if it has one")
 
 
 def test_an_address_that_redirects_is_refused_as_records_would_not_follow(server: Server) -> None:
@@ -198,14 +198,14 @@ def test_a_host_that_is_not_known_is_named_and_no_reason_not_to_train() -> None:
     with notices_to(notices.append):
         check_store("http://mlfow.invalid:5000", "adas")
     [line] = notices
-    assert line.startswith("tracking.uri: the host of http://mlfow.invalid:5000 is not known (")
-    assert line.endswith("is it spelled right?")
+    assert line.startswith("tracking.uri: the host of http://mlfow.invalid:5000 is unknown (")
+    assert line.endswith("check its spelling")
 
 
 def test_databricks_is_asked_for_a_login_and_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("DATABRICKS_HOST", raising=False)
-    unset = "no login of Databricks is configured: set DATABRICKS_HOST and DATABRICKS_TOKEN"
+    unset = "no Databricks login is configured: set DATABRICKS_HOST and DATABRICKS_TOKEN"
     assert refusal("databricks", "/Users/bob/x") == f"tracking.uri: databricks: {unset}"
     assert refusal("databricks", "x") == "tracking.experiment: Databricks takes a path: write /Users/NAME/x, or /Shared/x"
 
@@ -218,10 +218,10 @@ def test_a_permission_that_is_lost_during_a_run_is_named_once_and_the_records_wa
     denied = Run(RunDir(tmp_path / "adas"), server.uri)
     delivery = denied.sync(max_failures=2)
     problem = (
-        f"MLflow at {server.uri} gives bob no permission to write to the experiment 'adas' (HTTP 403): ask its owner for EDIT, "
+        f"MLflow at {server.uri} does not allow bob to write to the experiment 'adas' (HTTP 403): ask its owner for EDIT, "
         f"name another in tracking.experiment, or log in with {LOGIN}"
     )
-    assert delivery == (False, f"{problem}; later: distill sync {denied.run_dir.root}")
+    assert delivery == (False, f"{problem}; later, run distill sync {denied.run_dir.root}")
     assert caplog.text.count(problem) == 1
 
 

@@ -139,4 +139,4 @@ def test_a_file_that_is_no_checkpoint_is_left_out_as_a_model(content: bytes, run
     add_student(run, path)
     delivery = run.sync()
     assert delivery.is_complete
-    assert delivery.message.endswith(f"but for 1 that was left out: {path} is not a checkpoint of ours")
+    assert delivery.message.endswith(f"except 1 that cannot be sent: {path} is not a raydistill checkpoint")

@@ -20,7 +20,7 @@ import pytest
 
 from service.runs.events import event
 from service.runs.mlflow_view import MlflowView
-from service.tracking import Syncing, SyncState, compare_urls, default_uri, sync, sync_neighbours, ui_command
+from service.tracking import Syncing, SyncState, compare_urls, default_uri, sync, sync_pending_runs, ui_command
 from service.tracking.run_view import lock_path, state_path
 from service.tracking.stores import CLIENT_ENVIRONMENT, NO_TELEMETRY
 from tests.service.tracking.store import FIRST_MS, Run, epoch, metrics_of, query, row, run_of
@@ -58,7 +58,7 @@ def test_a_log_that_grows_arrives_with_parameters_tags_files_and_each_epoch_once
         run.end("interrupted")
         run.run_dir.result.write_text("{}\n")
         delivery = syncing.close(60)
-    assert delivery == (True, f"{SENT} ({run.uri}), but for 1 that was left out: {run.run_dir.report} is gone: not sent")
+    assert delivery == (True, f"{SENT} ({run.uri}), except 1 that cannot be sent: {run.run_dir.report} no longer exists")
     run_id, status, ended_ms = run_of(runs_root, run)
     assert status == "KILLED"
     assert abs(ended_ms / 1000 - time.time()) < 60
@@ -169,7 +169,7 @@ def test_what_mlflow_never_takes_is_left_out_and_holds_up_nothing(
     run.add(epoch(4))
     delivery = run.sync()
     assert delivery.is_complete
-    assert ", but for 2 that were left out: " in delivery.message
+    assert ", except 2 that cannot be sent: " in delivery.message
     run_id, _, _ = run_of(runs_root, run)
     assert [step for step, _, _ in metrics_of(runs_root, run_id, "train/loss")] == [1, 4]
     assert caplog.text.count("MLflow refuses it") == 1
@@ -194,9 +194,9 @@ def test_files_that_cannot_be_uploaded_hold_up_no_metric_and_arrive_once_they_ca
     for _ in range(2):
         delivery = run.sync(max_failures=2)
         assert not delivery.is_complete
-        assert "metrics are sent" in delivery.message
-        assert "; 3 artifacts wait: [Errno " in delivery.message
-        assert delivery.message.endswith(f"; later: distill sync {run.run_dir.root}")
+        assert "has the metrics but lacks" in delivery.message
+        assert " lacks 3 artifacts: [Errno " in delivery.message
+        assert delivery.message.endswith(f"; later, run distill sync {run.run_dir.root}")
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # one for each process
     assert run_of(runs_root, run)[1] == "FINISHED"
     folder.unlink()
@@ -262,7 +262,7 @@ def test_an_experiment_that_was_deleted_in_mlflow_is_restored_by_the_next_sync_w
     assert delivery.message.startswith(reason)
     assert caplog.text.count(reason) == 1
     assert run.sync().is_complete
-    assert f"experiment {name!r} had been deleted in MLflow: it is restored, with its runs" in caplog.text
+    assert f"restored experiment {name!r}, which was deleted in MLflow, with its runs" in caplog.text
     assert len(metrics_of(runs_root, run_of(runs_root, run)[0], "train/loss")) == 3
 
 
@@ -423,7 +423,7 @@ def test_a_store_that_is_away_is_a_reason_to_wait_and_one_line_with_no_stack_tra
     run.uri = "http://user:secret@127.0.0.1:9"
     delivery = run.sync(max_failures=2, name="s3://bucket/run")
     assert not delivery.is_complete
-    assert delivery.message.endswith("; later: distill sync s3://bucket/run")
+    assert delivery.message.endswith("; later, run distill sync s3://bucket/run")
     assert len(caplog.records) == 1
     assert "secret" not in caplog.text + delivery.message
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -524,7 +524,7 @@ def later(run: Run) -> Run:
 
 
 def neighbours(later: Run, limit_s: float) -> tuple[list[Path], list[Path]]:
-    return sync_neighbours(later.run_dir.root.parent, later.run_dir, later.uri, MlflowView, limit_s)
+    return sync_pending_runs(later.run_dir.root.parent, later.run_dir, later.uri, MlflowView, limit_s)
 
 
 def test_what_an_earlier_run_could_not_send_arrives_with_the_next_runs_contact(run: Run, later: Run) -> None:
@@ -542,7 +542,7 @@ def test_a_sync_whose_time_has_passed_begins_no_further_request_and_says_what_se
     run.add_epochs(range(3))
     delivery = run.sync(max_failures=1, until_s=time.monotonic())
     assert not delivery.is_complete
-    assert delivery.message.endswith(f"later: distill sync {run.run_dir.root}")
+    assert delivery.message.endswith(f"later, run distill sync {run.run_dir.root}")
     assert run.sync().is_complete
     assert len(metrics_of(runs_root, run_of(runs_root, run)[0], "train/loss")) == 3
 
@@ -602,4 +602,4 @@ def test_a_server_that_is_too_old_for_saved_views_gets_none_and_one_line_says_so
 
         reason = Store(f"http://127.0.0.1:{server.server_port}", "e", run.run_dir.root).add_views({"key": "{}"})
         server.shutdown()
-    assert reason == "they need MLflow 3.16, and it has 3.15.2"
+    assert reason == "they need MLflow 3.16, and the server is 3.15.2"

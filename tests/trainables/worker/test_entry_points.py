@@ -114,6 +114,6 @@ def test_a_worker_that_was_given_up_and_wakes_in_a_write_leaves_the_newer_attemp
     config = job_config(stage.root, optim={"epochs": 3, "lr": 0.05}, teacher=None)
     with contextlib.closing(EventLog(tmp_path / "events.jsonl")) as log:
         log.append([event("attempt", "student", attempt=1)])
-        with pytest.raises(EndedError, match="attempt 1 at student was given up: another one has begun"):
+        with pytest.raises(EndedError, match="attempt 1 at student was abandoned: a newer one has begun"):
             entry_points.train_stage(config, Group(), LocalRecorder(tmp_path, log, attempt=1))
     assert stage.last.read_bytes() == b"the newer attempt's"

@@ -27,8 +27,8 @@ def test_a_wait_prints_its_reason_and_ends_when_the_time_is_up(nodes: list[Node]
     now_s = 120.0
     assert str(wait.refusal(TWO, 100.0, lines.append)).startswith("2 workers of 2 CPUs each do not fit: 1 node with 2 CPUs")
     assert [line.partition("waiting for nodes, ")[2] for line in lines] == [
-        "for 100 s more at most",
-        "for 40 s more at most",
+        "for at most 100 s more",
+        "for at most 40 s more",
     ]
 
 

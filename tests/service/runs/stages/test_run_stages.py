@@ -124,4 +124,4 @@ def test_a_timing_run_trains_no_teacher_and_times_an_untrained_one(
     assert weights is not None
     load_teacher(model, weights, image_size=8, classes=[str(digit) for digit in range(10)], seed=0)
     assert not session.result.stages
-    assert f"steps are timed: the teacher {model} runs with untrained weights" in capsys.readouterr().out
+    assert f"timing run: the teacher {model} runs with untrained weights" in capsys.readouterr().out

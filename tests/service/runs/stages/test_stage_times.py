@@ -6,7 +6,7 @@ import pytest
 
 from service.runs.events import Event, event
 from service.runs.outcome import Outcome
-from service.runs.stages.stage_times import accounted_over_sessions
+from service.runs.stages.stage_times import with_session_times
 from tests.run_log import numbers
 
 
@@ -23,11 +23,11 @@ def test_a_stages_times_are_those_of_all_its_sessions() -> None:
     killed_s, resumed_s = now_s - 100.0, now_s - 20.0
     first = [("stage_begun", killed_s), ("start", killed_s + 8.0), ("step", killed_s + 30.0)]
     second = [("stage_begun", resumed_s), ("resume", resumed_s + 5.0), ("summary", now_s - 1.0)]
-    outcome = accounted_over_sessions(Outcome(status="ok"), [at(*each) for each in (*first, *second)])
+    outcome = with_session_times(Outcome(status="ok"), [at(*each) for each in (*first, *second)])
     assert outcome.seconds == pytest.approx(30.0 + 20.0, abs=1.0)
     assert outcome.start_s == pytest.approx(8.0 + 5.0, abs=0.1)
     assert outcome.end_s == pytest.approx(1.0, abs=1.0)
-    outcome = accounted_over_sessions(Outcome(status="ok"), [at(*each) for each in second])
+    outcome = with_session_times(Outcome(status="ok"), [at(*each) for each in second])
     assert outcome.seconds == pytest.approx(20.0, abs=1.0)
 
 
@@ -37,7 +37,7 @@ def test_no_time_is_negative_where_a_workers_clock_is_not_the_drivers(ahead_s: f
     for began_s, first, last in ((now_s - 60.0, "start", "step"), (now_s - 20.0, "resume", "summary")):
         events.append(at("stage_begun", began_s))
         events += [at(kind, began_s + after_s + ahead_s) for kind, after_s in ((first, 8.0), (last, 19.0))]
-    outcome = accounted_over_sessions(Outcome(status="ok"), events)
+    outcome = with_session_times(Outcome(status="ok"), events)
     for seconds in (outcome.start_s or 0.0, outcome.end_s or 0.0):
         assert 0.0 <= seconds <= 60.5
     assert 20.0 <= outcome.seconds <= 60.5
@@ -46,4 +46,4 @@ def test_no_time_is_negative_where_a_workers_clock_is_not_the_drivers(ahead_s: f
 def test_a_session_with_a_clock_behind_that_of_the_one_before_counts_nothing_of_it() -> None:
     begun = [event("stage_begun", "student", trial="0", model="m") for _ in range(2)]
     begun[0]["time_ms"] += 3_600_000
-    assert accounted_over_sessions(Outcome(status="ok"), begun).seconds == pytest.approx(0, abs=5)
+    assert with_session_times(Outcome(status="ok"), begun).seconds == pytest.approx(0, abs=5)

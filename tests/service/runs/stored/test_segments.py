@@ -108,7 +108,7 @@ def test_a_log_that_lacks_a_part_is_damaged(s3: S3, tmp_path: Path) -> None:
         log.append([step(number)])
         writer.put()
     ObjectStore(URI).delete(f"events/{names()[1]}")
-    with pytest.raises(ExperimentError, match=f"{URI}/events lacks what is behind byte .* of the log of driver 1: put back"):
+    with pytest.raises(ExperimentError, match=f"{URI}/events lacks the part after byte .* of the log of driver 1: restore"):
         log_there()
     assert read_segments(ObjectStore("s3://bucket/none")) is None
 

@@ -115,7 +115,7 @@ def test_a_run_with_a_damaged_log_stays_unless_it_is_asked_for_and_holds_up_no_o
     fetch_records(run_folder(f"{ROOT}/damaged"))  # of which this machine has a whole log
     ObjectStore(f"{ROOT}/damaged").delete_all("events")
     ObjectStore(f"{ROOT}/damaged").put("events/0001-000000000100-000000000200.jsonl", b"1")
-    problem = f"{ROOT}/damaged kept: {ROOT}/damaged/events lacks what is behind byte 0 of the log of driver 1: put back a copy"
+    problem = f"{ROOT}/damaged kept: {ROOT}/damaged/events lacks the part after byte 0 of the log of driver 1: restore a copy"
     for checkpoints_only in (True, False):
         lines = run_clean(checkpoints_only=checkpoints_only)
         assert any(line.startswith(problem) and line.endswith("; --unfinished removes it too") for line in lines)

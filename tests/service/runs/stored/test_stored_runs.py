@@ -132,7 +132,7 @@ def test_workers_do_not_begin_with_a_checkpoint_that_was_removed_from_the_store(
 
 
 def test_a_checkpoint_outside_every_run_is_refused_in_a_line(s3: S3) -> None:
-    with pytest.raises(ExperimentError, match=r"s3://bucket/x\.safetensors is in no run: copy the checkpoint to a folder"):
+    with pytest.raises(ExperimentError, match=r"s3://bucket/x\.safetensors is not part of a run: copy the checkpoint"):
         fetch_checkpoint("s3://bucket/x.safetensors")
 
 
@@ -177,7 +177,7 @@ def test_the_lease_of_a_killed_driver_ends_and_at_once_in_its_own_folder(
     elsewhere = lease(tmp_path / "b")
     elsewhere.acquire(lines.append)
     assert time.monotonic() - began_s >= 0.4
-    assert "waiting 0.4 s to see whether it still has" in lines[0]
+    assert "waiting 0.4 s to see whether it still is" in lines[0]
     assert len(contents(URI)) == 1
     elsewhere.release()
 
@@ -189,7 +189,7 @@ def test_a_driver_that_was_paused_as_it_began_gives_up_to_the_one_that_took_over
     other.acquire(pytest.fail)
     paused = lease(tmp_path / "a")
     monkeypatch.setattr(paused, "_others", dict)  # it looked before the other one came
-    with pytest.raises(ExperimentError, match=f"another driver has taken over {URI}: this one ends"):
+    with pytest.raises(ExperimentError, match=f"another driver has taken over {URI}: stopping this one"):
         paused.acquire(pytest.fail)
     other.release()
 
@@ -238,7 +238,7 @@ def test_a_driver_that_wakes_at_its_end_puts_nothing_more(s3: S3, monkeypatch: p
             ObjectStore(URI).put(".drivers/other", b'{"drives": true, "folder": "of another"}')
             write_json(folder / "result.json", {})
 
-    with pytest.raises(ExperimentError, match=f"another driver has taken over {URI}: this one ends"):
+    with pytest.raises(ExperimentError, match=f"another driver has taken over {URI}: stopping this one"):
         drive()
     assert contents(URI).keys() == {".drivers/other"}
 
@@ -358,7 +358,7 @@ def test_a_run_that_died_as_it_began_elsewhere_is_begun_anew(s3: S3) -> None:
 def test_refusals_name_the_run_as_the_user_does(s3: S3) -> None:
     folder = run_folder(URI)
     write_atomic(folder / "experiment.yaml", b"")
-    with pytest.raises(ExperimentError, match=f"^{URI} holds a run that died as it began"):
+    with pytest.raises(ExperimentError, match=f"^{URI} holds a run that died while starting"):
         check_writable(folder.parent, folder)
     write_atomic(folder / "events.jsonl", b"")
     with pytest.raises(ExperimentError, match=f"^{URI} already holds a run: continue it with `distill resume {URI}`"):
