@@ -190,8 +190,6 @@ def _close(session: Session, status: str, timeout_s: float) -> None:
         if left:
             count, again = len(left), f"distill sync {shlex.quote(str(left[0]))}"
             session.display.print(f"earlier runs with events not yet sent to MLflow: {count}; run {again}")
-                f"earlier runs with events not yet sent to MLflow: {len(left)}; run distill sync {shlex.quote(str(left[0]))}"
-            )
 
 
 def start_tracking(session: Session) -> None:
