@@ -94,7 +94,7 @@ def test_verify_reads_every_checksum(packed: Path, capsys: pytest.CaptureFixture
     shard.write_bytes(content)
     code, _, err = run(capsys, "data", packed, "--verify")
     assert code == 2
-    assert err == f"error: {shard} has another checksum than its index says: copy the set again, or remove it and pack it again\n"
+    assert err == f"error: {shard} does not match the checksum in its index: copy the set again, or remove it and pack it again\n"
 
 
 def test_a_folder_that_is_no_packed_set_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ class Origin:
         if done != file.bytes:
             more = "at least " if done > file.bytes else ""
             return f"has {more}{done:,} bytes, and its index says {file.bytes:,}"
-        return None if digest.hexdigest() == file.sha256 else "has another checksum than its index says"
+        return None if digest.hexdigest() == file.sha256 else "does not match the checksum in its index"
 
     def _retried(self, name: str, attempt: Callable[[], T], **more: Any) -> T:
         """What `attempt`, which reads a file, returns; see `with_retries`.

@@ -115,7 +115,7 @@ def test_a_loader_process_that_is_killed_is_one_line_and_training_may_go_on() ->
     next(batches)
     loader_processes()[0].send_signal(signal.SIGKILL)
     with pytest.raises(
-        LoaderDiedError, match=r"^the loader process was ended by SIGKILL; if .* fewer data.loader_workers"
+        LoaderDiedError, match=r"^the loader process was killed by SIGKILL; if .* lower data.loader_workers"
     ) as caught:
         list(batches)
     assert "\n" not in str(caught.value)

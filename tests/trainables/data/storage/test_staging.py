@@ -354,7 +354,7 @@ def test_a_shard_that_is_not_the_one_of_the_index_is_an_error_that_names_it(tmp_
     for damaged, problem in [
         (content[:-5], "bytes, and its index says"),
         (content + b"x", "at least .* bytes, and its index says"),
-        (content[:500] + bytes([content[500] ^ 1]) + content[501:], "has another checksum than its index says"),
+        (content[:500] + bytes([content[500] ^ 1]) + content[501:], "does not match the checksum in its index"),
     ]:
         shard.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"data.path: {shard} .*{problem}.*; restore the file, or pack it again"):
