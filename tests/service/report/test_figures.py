@@ -80,7 +80,7 @@ def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Re
     named = [records.rows[0].id, records.rows[5].id]
     figure = shown(pareto(trials(records), "GPU", named))
     assert {row[0] for row in figure.numbers.rows} == set(named)
-    drawn = next(trace for trace in figure.traces if trace["name"] == "the search's front")
+    drawn = next(trace for trace in figure.traces if trace["name"] == "Pareto front of the search")
     assert set(drawn["y"]) == {records.rows[index].metrics["images_per_s"] for index in (0, 5)}
 
 

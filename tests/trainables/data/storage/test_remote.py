@@ -281,7 +281,7 @@ def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_wi
 ) -> None:
     full = _data(packed.as_uri(), node, cache_mib=8)
     with pytest.raises(
-        DataError, match=r"data.shuffle: full over file:\S+ needs 32\.\d MiB at hand, more than the 8 MiB of"
+        DataError, match=r"data.shuffle: full over file:\S+ needs a cache of 32\.\d MiB, more than the 8 MiB of"
     ) as error:
         open_on_node(full, "train")
     assert "\n" not in str(error.value)
@@ -294,7 +294,7 @@ def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_wi
 def test_validation_needs_room_in_addition_to_training(tmp_path: Path, node: Path) -> None:
     root = make_records(tmp_path / "set", shards=1, rows=ROWS, size=SIZE, val_rows=2 * ROWS)
     for cache_mib in (2, 3):
-        with pytest.raises(DataError, match=r"data.shuffle: full over file:\S+ needs 3\.0\d MiB at hand, more than the"):
+        with pytest.raises(DataError, match=r"data.shuffle: full over file:\S+ needs a cache of 3\.0\d MiB, more than the"):
             open_on_node(_data(root.as_uri(), node, cache_mib=cache_mib), "train")
     open_on_node(_data(root.as_uri(), node, cache_mib=3), "val")
     open_on_node(_data(root.as_uri(), node, cache_mib=4), "train")
@@ -532,7 +532,7 @@ def test_a_disk_that_others_fill_makes_room_of_old_shards_and_then_is_an_error(p
             path.unlink()
         with open(small / "others", "ab") as file:
             file.write(b"x" * ((os.statvfs(small).f_bavail * os.statvfs(small).f_frsize) - 300_000))
-        with pytest.raises(DataError, match=r"data.stage: \S+ is full, and 1.0\d MiB of file:\S+ find no room; free some"):
+        with pytest.raises(DataError, match=r"data.stage: \S+ has no room for the 1.0\d MiB of file:\S+; free some"):
             source.read(11 * ROWS)
         del source
     finally:

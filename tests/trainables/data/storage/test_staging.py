@@ -282,7 +282,7 @@ def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_p
 
 def test_unused_sets_are_evicted_and_sets_in_use_are_kept(tmp_path: Path) -> None:
     def bring(cache: Cache, name: str) -> bool:
-        return cache.bring(name, 600_000, lambda part: part.write_bytes(bytes(600_000)) and None)
+        return cache.ensure(name, 600_000, lambda part: part.write_bytes(bytes(600_000)) and None)
 
     first, second = (Cache(str(tmp_path), name, limit_mib=1, grace_s=30) for name in ("first", "second"))
     assert bring(first, "a")
