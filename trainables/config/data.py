@@ -24,7 +24,7 @@ class PolicyConfig(Section):
         9, description="randaugment: strength of operations, 0 to 30; timm's: 0 to 10"
     )
     magnitude_std: NonNegative = Field(0.0, description="randaugment: std of Gaussian noise on the magnitude, timm's mstd")
-    severity: Annotated[Count, Field(le=10)] = Field(3, description="augmix: draw magnitudes from the first so many of ten")
+    severity: Annotated[Count, Field(le=10)] = Field(3, description="augmix: highest of ten magnitude levels to draw from")
 
 
 class ColorJitterConfig(Section):

@@ -25,5 +25,5 @@ class EvalConfig(Section):
 
     def labeled(self, data: DataConfig) -> DataConfig | None:
         """Return `data` with its source replaced by `path`; None without a `path`."""
-        own = {"path": self.path, "labels": True, "more": (), "val_share": None, "stage": "none", "cache": "none"}
+        own = {"path": self.path, "labels": True, "more": (), "val_share": None, "stage": "none"}
         return data.model_copy(update=own) if self.path is not None else None

@@ -63,7 +63,7 @@ class OptimConfig(Section):
         0.0, description="cosine and wsd: final learning rate as a fraction of lr"
     )
     cooldown_epochs: NonNegative = Field(
-        0.0, description="cosine and wsd: last epochs, in which the learning rate stays at min_lr_factor·lr"
+        0.0, description="cosine and wsd: final epochs in which the learning rate stays at min_lr_factor·lr"
     )
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="wsd: share of the epochs in which it decays")
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="step: epochs at which lr is multiplied by gamma")
@@ -92,7 +92,7 @@ class OptimConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
         description="decay of an exponential moving average (EMA) of the weights, such as 0.9999; it rises from 0 in the first "
-        "steps. Evaluations and exported checkpoints use the average; absent: no EMA",
+        "steps. Evaluations use the average, and checkpoints provide it as the model; absent: no EMA",
     )
 
     @property

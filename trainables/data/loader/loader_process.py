@@ -95,7 +95,7 @@ class LoaderProcess:
                     return False
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
-                raise _death(self._process.wait()) from None
+                raise _exit_error(self._process.wait()) from None
             if isinstance(message, logging.LogRecord):
                 log.handle(message)
             elif isinstance(message, Exception):
@@ -186,7 +186,7 @@ class ProcessReader:
         self._process.close(self._number)
 
 
-def _death(code: int) -> LoaderDiedError:
+def _exit_error(code: int) -> LoaderDiedError:
     if code >= 0:
         where = "this worker's log, worker-*.err in the logs of Ray's session"
         return LoaderDiedError(f"the loader process exited with code {code}; its error is in {where}")

@@ -39,7 +39,7 @@ def main() -> None:
     os._exit(0)  # without joining threads, which may be stuck on a disk
 
 
-class _ToWorker(logging.Handler):
+class _WorkerHandler(logging.Handler):
     """Sends messages from any thread to the worker, including log records, which the worker logs."""
 
     def __init__(self, connection: Connection) -> None:
@@ -56,7 +56,7 @@ class _ToWorker(logging.Handler):
 
 
 def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
-    to_worker = _ToWorker(connection)
+    to_worker = _WorkerHandler(connection)
     log = logging.getLogger("raydistill")
     log.addHandler(to_worker)
     log.propagate = False
@@ -95,7 +95,7 @@ def _messages(connection: Connection, worker: int) -> Iterator[Any]:
             return
 
 
-def _respond(begun: SimpleQueue[Reads], to_worker: _ToWorker) -> None:
+def _respond(begun: SimpleQueue[Reads], to_worker: _WorkerHandler) -> None:
     try:
         while True:
             to_worker.send(_response(begun.get()))

@@ -130,7 +130,7 @@ class Reader:
                 except (DistillError, MemoryError):
                     raise
                 except Exception as error:
-                    raise _named(error, source.name(indices[row])) from error
+                    raise _sample_error(error, source.name(indices[row])) from error
 
         samples = dict[int, Sample]()
 
@@ -156,7 +156,7 @@ class Reader:
         return ReadResult(sorted(bad), encoded_rows, times)
 
 
-def _named(error: Exception, sample: str) -> Exception:
+def _sample_error(error: Exception, sample: str) -> Exception:
     """Turn an error of the source or the decoder into one that names the sample."""
     if isinstance(error, OSError):
         return DataError(f"data.path: {sample} cannot be read: {error.strerror or error}; fix its disk or network, then resume")

@@ -27,7 +27,7 @@ from trainables.errors import DataError, DataUnavailableError
 _NUM_THREADS = 4  # shards fetched at the same time
 _TOUCH_EVERY_S = 1.0
 _POLL_S = 1.0
-_RETRY_S = 10.0  # pause before retrying a prefetch when the server did not answer
+_PREFETCH_RETRY_S = 10.0  # pause before retrying a prefetch when the server did not answer
 _SPAN = 4096  # positions looked up together: takes milliseconds, and a shard has about as many samples
 _MAX_SPANS = 1024  # spans cached
 _log = logging.getLogger("raydistill")
@@ -153,7 +153,7 @@ class RemoteShards:
                         pause_s = _POLL_S
                 except DataUnavailableError as error:  # the server may be back before the shard is needed
                     _log.warning("a shard could not be prefetched, will retry: %s", error)
-                    pause_s = _RETRY_S
+                    pause_s = _PREFETCH_RETRY_S
                 except DataError:  # raised again when the shard is read
                     pause_s = _POLL_S
                 with self._changed:

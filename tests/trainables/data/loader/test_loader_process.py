@@ -145,7 +145,7 @@ def test_an_error_of_the_process_itself_is_in_its_log_and_ends_it(capfd: pytest.
     batches = train.epoch(0)
     next(batches)
     val.close()
-    with pytest.raises(LoaderDiedError, match=r"exit code 1; its error is in this worker's log, worker-\*\.err in"):
+    with pytest.raises(LoaderDiedError, match=r"exited with code 1; its error is in this worker's log, worker-\*\.err in"):
         list(batches)
     train.close()
     assert "OSError: stale file handle" in capfd.readouterr().err
