@@ -37,7 +37,7 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 @click.argument("b", type=RunPath(path_type=Path))
 @click.option("--html", type=HTML, help="Also write the comparison as a page here.")
 def compare(a: Path, b: Path, html: Path | None) -> None:
-    """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
+    """Two sweeps or runs side by side: the best of each, speed at common points, and the differences between the experiments."""
     from service.report.compare import compare as run_compare
     from service.report.compare import comparison_lines, comparison_page
     from service.report.document import write

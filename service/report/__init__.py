@@ -1,1 +1,1 @@
-"""What a finished or running run has to say."""
+"""Reports on finished and running runs, for the terminal and as an HTML page."""

@@ -1,7 +1,7 @@
-"""Figures: a data frame as plotly.express draws it, with words and the numbers as a table.
+"""Figures: a data frame drawn by plotly.express, with a caption and a table of the numbers.
 
-Colors are Okabe and Ito's (2008), distinct for readers with any color vision and on light and dark ground; series differ in
-their marks and dashes too. The color of axes, grids and text is left to the page, which knows whether it is light or dark.
+Colors are Okabe and Ito's (2008), distinct for readers with any color vision and on light and dark backgrounds; series also
+differ in their markers and dashes. The page sets the color of axes, grids and text, since it knows whether it is light or dark.
 """
 
 import html
@@ -28,23 +28,23 @@ PHASE_COLORS = dict(zip(ALL_PHASES, (VERMILION, "#F0E442", SKY, BLUE, GREEN, PUR
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: what to draw, its description for a reader who does not see it, and its numbers."""
+    """One figure: the plot, a description for readers who cannot see it, and the numbers."""
 
     id: str
     title: str
-    caption: str  # how to read it, and what it shows
+    caption: str  # what it shows, and how to read it
     plot: Plot
     numbers: Table
     height: int
 
 
 def figure(id: str, title: str, caption: str, plot: Plot, frame: pd.DataFrame, height: int = 380) -> Figure:
-    """`frame`: the numbers, a row each."""
+    """Build a figure; `frame` has the numbers for its table."""
     return Figure(id, title, caption, plot, table_of(frame, f"Numbers of: {title}"), height)
 
 
 def table_of(frame: pd.DataFrame, title: str) -> Table:
-    """A row of text for each row of a frame; a dash for what is missing."""
+    """Format a frame as a table; missing values are dashes."""
 
     def cell(name: str, value: Any) -> str:
         return str(value) if isinstance(value, str | int) else number(value, DIGITS.get(name, 2))
@@ -56,7 +56,7 @@ def table_of(frame: pd.DataFrame, title: str) -> Table:
 
 
 def escaped(value: Any) -> Any:
-    """Text from outside as plotly.js shows it unchanged: it reads tags such as <a href=…> in labels otherwise."""
+    """Escape external text, since plotly.js interprets tags such as <a href=…> in labels."""
     return html.escape(value, quote=False) if isinstance(value, str) else value
 
 
@@ -73,10 +73,10 @@ def draw(
     zero: bool = True,
     **options: Any,
 ) -> Plot:
-    """A frame as `plotly.express.bar`, `line` or `scatter` draws it, the columns named as they are to be read.
+    """Draw a frame with `plotly.express.bar`, `line` or `scatter`; its column names are the labels.
 
-    `series`: the column that tells series apart; the n-th of `order` has the n-th color, mark and dash in every figure, unless
-    `colors` has one for it. `tips`: further columns of a tooltip. `zero`: the vertical axis begins there.
+    `series` is the column that separates series; the n-th value in `order` has the n-th color, marker and dash in every figure,
+    unless `colors` overrides its color. `tips` are additional tooltip columns. `zero`: the vertical axis starts at 0.
     """
     text = frame.rename(columns=escaped).map(escaped)
     labels = list(dict.fromkeys([*map(escaped, order), *text[escaped(series)]]))
@@ -99,7 +99,7 @@ def draw(
 
 
 def add_band(plot: Plot, color: str, frame: pd.DataFrame, columns: Sequence[str], group: str = "") -> None:
-    """An area over the first of three columns, between the others, behind the lines and without a name of its own."""
+    """Fill the area between the second and third of three columns, over the first; behind the lines and not in the legend."""
     xs, low, high = (frame[name].tolist() for name in columns)
     plot.add_scatter(
         x=[*xs, *reversed(xs)],
@@ -116,13 +116,13 @@ def add_band(plot: Plot, color: str, frame: pd.DataFrame, columns: Sequence[str]
 
 
 def reference_line(plot: Plot, y: float, text: str) -> None:
-    """A dotted line across, with its meaning."""
+    """Add a dotted horizontal line with a label."""
     line = {"color": GREY, "dash": "dot", "width": 2}
     plot.add_hline(y=y, line=line, annotation_text=text, annotation_position="top right")
 
 
 def mark_ticks(plot: Plot, values: Collection[float]) -> None:
-    """A tick at every value that was tried, where there are few; a logarithmic axis where they span a factor of four."""
+    """Put a tick at every value if there are few; use a logarithmic axis if they span a factor of four."""
     ticks = sorted(set(values))
     if len(ticks) <= 9:
         plot.update_xaxes(tickmode="array", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])

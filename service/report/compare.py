@@ -1,4 +1,4 @@
-"""Two sweeps (or runs) side by side: the best of each, the speed at every point that both have, and what else differs."""
+"""Compare two sweeps (or runs): the best of each, the speed at all common points, and other differences."""
 
 import math
 from collections.abc import Iterator
@@ -25,18 +25,18 @@ COLORS = {"B faster": GREEN, "within noise": BLUE, "B slower": VERMILION, "sprea
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common, and what not."""
+    """The common points of two runs, and the differences between their experiments."""
 
     a: Records
     b: Records
-    keys: list[str]  # of a point
+    keys: list[str]  # axes that identify a point
     points: pd.DataFrame
-    """A row for each common point: its `keys`, speeds and accuracies, the ratio `B ÷ A`, its standard error `±`, a `verdict`."""
-    differences: Table | None  # of the experiments
+    """A row per common point: its `keys`, speeds and accuracies, the ratio `B ÷ A`, its standard error `±`, and a `verdict`."""
+    differences: Table | None  # between the experiments
 
 
 def compare(a: Records, b: Records) -> Comparison:
-    """Match the points of two runs: a key that one of them did not search counts with its experiment's own value."""
+    """Match the points of two runs; a key that a run did not search has the value of its experiment."""
     searched = list(dict.fromkeys([*SCALE_AXES, *(key for records in (a, b) for row in records.rows for key in row.params)]))
     points_a, points_b = (points_of(records, searched) for records in (a, b))
     common = [(*points_a[name], points_b[name][1]) for name in points_a if name in points_b]
@@ -66,12 +66,12 @@ def compare(a: Records, b: Records) -> Comparison:
         if key != "name" and key not in both and a.experiment.get(key) != b.experiment.get(key)
     ]
     columns = ["key", "A", "B"]
-    differences = Table("what differs in the experiments", columns, changed, left=columns) if changed else None
+    differences = Table("differences between the experiments", columns, changed, left=columns) if changed else None
     return Comparison(a, b, keys, points, differences)
 
 
 def points_of(records: Records, keys: list[str]) -> dict[tuple[str, ...], tuple[dict[str, Any], Row]]:
-    """Each point with a speed, as it was probed, with its row; by its values as they are written: 1 is not True."""
+    """Return each measured point and its row, by the `repr` of its values, since 1 == True."""
     found = {}
     for row in ran(probes(records.rows)):
         known = {**records.experiment, **row.params, **row.scale.by_key}
@@ -81,20 +81,20 @@ def points_of(records: Records, keys: list[str]) -> dict[tuple[str, ...], tuple[
 
 
 def verdicts(ratios: pd.Series, errors: pd.Series) -> pd.Series:
-    """What is known of each point, by the ratio of its speeds and that ratio's relative standard error.
+    """Return a verdict for each point from its speed ratio and the ratio's relative standard error.
 
-    A p-value is the probability of a ratio so far from 1 if both were equally fast (two-sided, normal), for all points together.
+    It is a two-sided z-test of the log ratio against 0, with Holm's correction over all points.
     """
     z = np.log(ratios).abs() / errors.clip(lower=1e-9)
-    beyond = holm(z.map(lambda each: math.erfc(each / math.sqrt(2)))) <= LEVEL
-    found = pd.Series(np.where(ratios > 1, "B faster", "B slower"), ratios.index).where(beyond, "within noise")
+    is_significant = holm(z.map(lambda each: math.erfc(each / math.sqrt(2)))) <= LEVEL
+    found = pd.Series(np.where(ratios > 1, "B faster", "B slower"), ratios.index).where(is_significant, "within noise")
     return found.where(errors.notna(), "spread unknown")
 
 
 def overall(ratios: pd.Series) -> tuple[float, float, float] | None:
-    """Geometric mean of the ratios with its 95% bounds, from how the points differ among themselves; None for fewer than two.
+    """Return the geometric mean of the ratios and its 95% bounds from the spread over points; None for fewer than two.
 
-    What differs between two days (clocks, other jobs, caches) moves all points alike and is in neither figure.
+    The bounds do not cover differences between two days (clocks, other jobs, caches), which shift all points alike.
     """
     test = paired_t_test(np.log(ratios).tolist())
     if test is None:
@@ -103,7 +103,7 @@ def overall(ratios: pd.Series) -> tuple[float, float, float] | None:
 
 
 def lead(comparison: Comparison) -> list[str]:
-    """What the comparison says, in sentences."""
+    """Summarize the comparison in sentences."""
     sentences, speeds = [], []
     for side, records in (("A", comparison.a), ("B", comparison.b)):
         best, keys = records.best, axes(records.rows)
@@ -114,7 +114,7 @@ def lead(comparison: Comparison) -> list[str]:
         sentences.append(f"B's best is {times(speeds[1] / speeds[0])} A's best.")
     points = comparison.points
     if points.empty:
-        return [*sentences, "No point was run by both."]
+        return [*sentences, "A and B have no point in common."]
     counted = names.counted(len(points), "common point")
     if whole := overall(points[RATIO]):
         mean, low, high = whole
@@ -123,11 +123,11 @@ def lead(comparison: Comparison) -> list[str]:
     unknown = count["spread unknown"]
     if unknown < len(points):
         sentences += [
-            f"Beyond the noise of the steps, B is faster at {count['B faster']} of {counted} and slower at {count['B slower']}; "
+            f"Beyond step noise, B is faster at {count['B faster']} of {counted} and slower at {count['B slower']}; "
             f"{count['within noise']} differ by no more than noise.",
-            "What made the machine slower on one of the days (heat, other jobs) is not in that noise.",
+            "This noise does not include what slowed the machine on one of the days (heat, other jobs).",
         ]
-    return [*sentences, *([f"Of {unknown} of them the spread of the steps is not known."] if unknown else [])]
+    return [*sentences, *([f"For {unknown} of {counted}, the spread of the step times is unknown."] if unknown else [])]
 
 
 def times(ratio: float) -> str:
@@ -135,15 +135,15 @@ def times(ratio: float) -> str:
 
 
 def common_points(comparison: Comparison) -> Table | None:
-    """Speed and accuracy of both at each point that both have run."""
+    """Tabulate speed and accuracy of both at each common point."""
     if comparison.points.empty:
         return None
-    table = table_of(comparison.points, "points that both have run")
+    table = table_of(comparison.points, "common points")
     return replace(table, left=["verdict"], optional=("±", "A top-1 %", "B top-1 %"))
 
 
 def ratios(comparison: Comparison) -> Figure | None:
-    """Speed of B over that of A at every common point, with 95% bounds, sorted."""
+    """Plot the ratio of B's speed to A's at every common point, with 95% bounds, sorted."""
     points, rank = comparison.points, "common points, by ratio"
     if points.empty:
         return None
@@ -151,12 +151,12 @@ def ratios(comparison: Comparison) -> Figure | None:
     found[rank], found["bound"] = range(1, len(found) + 1), 1.96 * found["±"].fillna(0.0)
     plot = draw(express.scatter, found, rank, RATIO, "verdict", list(COLORS), COLORS, ["point"], zero=False, error_y="bound")
     reference_line(plot, 1, "as fast")
-    read_as = "Above 1, B is faster; bars are 95% bounds from the spread of the steps."
-    return figure("ratios", "Speed of B over A", read_as, plot, found[["point", RATIO, "verdict"]])
+    caption = "Above 1, B is faster; bars are 95% bounds from the spread of the step times."
+    return figure("ratios", "Speed of B over A", caption, plot, found[["point", RATIO, "verdict"]])
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str | Table]:
-    """What the terminal shows."""
+    """Yield what the terminal shows."""
     yield f"A: {comparison.a.run_dir.root}"
     yield f"B: {comparison.b.run_dir.root}"
     yield from filter(None, (common_points(comparison), comparison.differences))
@@ -171,8 +171,8 @@ def comparison_page(comparison: Comparison) -> Page:
         lead=sentences[:2],
         notes=sentences[2:],
         sections={
-            "Points that both have run": [common_points(comparison), ratios(comparison)],
-            "What differs in the experiments": [comparison.differences],
+            "Common points": [common_points(comparison), ratios(comparison)],
+            "Differences between the experiments": [comparison.differences],
         },
         foot=f"A: {a.run_dir.root} · B: {b.run_dir.root}",
     )

@@ -1,4 +1,4 @@
-"""What `distill data` shows of a packed set: counts, sizes, shapes, and a sheet of its pictures."""
+"""The output of `distill data` for a packed set: counts, sizes, shapes, and a contact sheet of its images."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +20,11 @@ _MAX_CLASSES = 20
 
 
 def describe(root: Path, index: Index) -> Iterator[str | Table]:
-    """Lines and tables, from the rows alone: no image is read. Raises DataError where the set is damaged."""
+    """Yield lines and tables about a set from its rows, without reading images. Raises DataError if the set is damaged."""
     mode = described(index.mode)
     yield f"{root}: {index.source.get('kind')} {index.source.get('name')}, {mode}, by raydistill {index.raydistill}"
     yield (
-        f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable left out; "
+        f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable skipped; "
         f"{f'{len(index.classes)} classes' if index.classes else 'without labels'}"
     )
     sources: dict[Split, RecordsSource] = {
@@ -60,7 +60,7 @@ def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
 
 
 def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> Table:
-    """The classes in their order; of many, those with the fewest training images and those with the most."""
+    """Tabulate the classes in order; if there are many, those with the fewest and the most training images."""
     counts = {split: np.bincount(source.labels_N, minlength=len(classes)) for split, source in sources.items()}
     shown = np.arange(len(classes))
     title = "classes"
@@ -73,7 +73,7 @@ def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> T
 
 
 def write_sheet(root: Path, path: Path) -> int:
-    """A PNG of pictures spread evenly over the training split, each with its class's name; how many of them could be read.
+    """Write a PNG of evenly spread training images with their class names; return how many could be read.
 
     Raises:
         DataError: the set is damaged.

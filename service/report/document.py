@@ -1,6 +1,6 @@
-"""One HTML page that needs nothing else: sections, tables and figures as text, styled for light, dark and narrow screens.
+"""A self-contained HTML page of sections, tables and figures, styled for light, dark and narrow screens.
 
-Every value is text from outside: it is escaped, and the page's policy runs no script but its own and fetches nothing.
+All values are untrusted text: they are escaped, and the page's policy runs only its own scripts and fetches nothing.
 """
 
 import base64
@@ -25,7 +25,7 @@ from trainables.rundir import write_text
 
 @dataclass(frozen=True)
 class Page:
-    """`sections`: tables and figures by title; one without any is not shown."""
+    """The contents of a page. `sections` maps titles to tables and figures; empty ones are not shown."""
 
     kind: str
     title: str
@@ -36,11 +36,11 @@ class Page:
     facts: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     foot: str = ""
-    refresh_s: int | None = None  # the page loads itself again: while a run is running
+    refresh_s: int | None = None  # how often the page reloads itself, while a run is running
 
 
 def write(page: Page, path: Path) -> None:
-    """Write the page, atomically. Raises ExperimentError: it cannot be written there."""
+    """Write the page atomically. Raises ExperimentError if `path` cannot be written."""
     try:
         write_text(path, render(page))
     except OSError as error:
@@ -67,20 +67,20 @@ def render(page: Page) -> str:
 
 
 def drawn(figure: Figure) -> dict[str, Any]:
-    """What plotly.js takes: arrays as lists, null for what is not finite."""
+    """Return the input of plotly.js: arrays as lists, null for non-finite numbers."""
     content = {"id": figure.id, "traces": [each.to_plotly_json() for each in figure.plot.data], "layout": figure.plot.layout}
     found: dict[str, Any] = json.loads(json.dumps(content, cls=PlotlyJSONEncoder))
     return found
 
 
 def packed(content: bytes) -> str:
-    """gzip in base64, which the browser unpacks: no text in it can end the element that it stands in, and it is small."""
+    """Encode as base64 of gzip, which the browser unpacks: it is small, and cannot contain a closing tag."""
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
 
 
 @functools.cache
 def plotly() -> str:
-    """plotly.js, 2 of its 4.8 MB: of the package only this file is needed."""
+    """Return plotly.js, packed from 4.8 to 2 MB."""
     return packed(resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""What a run or sweep shows at its end: tables and sentences on the terminal, and its page; see `service.runs.session`."""
+"""The output at the end of a run or sweep: tables and sentences on the terminal, and the page; see `service.runs.session`."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,14 +17,14 @@ __all__ = ["tables", "verdict", "write_page_at_end"]
 
 
 def tables(result: RunResult) -> Sequence[RenderableType]:
-    """What `distill report` begins with, and of a run where a step of its student goes."""
+    """Return the first part of `distill report`, and for a single run the phase times of the student."""
     phases = phase_table(result.stages[-1].metrics, "a step of the student") if result.kind == "train" else None
     return [*summary(result), *([phases] if phases is not None else [])]
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
-    """Write the page. What goes wrong here is logged, and is no reason for a run to fail that has succeeded."""
-    from service.report.page import write_page  # imports scipy, which a run that is starting does not need
+    """Write the page. Errors are only logged, since they must not fail a successful run."""
+    from service.report.page import write_page  # imports scipy, which would delay the start of a run
 
     try:
         experiment = read_resolved(run_dir.experiment, reading=True).experiment

@@ -1,4 +1,4 @@
-"""A sweep's figures, as pure functions of its trials: speed over each axis, phases, waits, scaling, speed against cost."""
+"""The figures of a sweep, as pure functions of its trials: speed over each axis, phases, data waits, scaling, speed vs. cost."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -30,7 +30,7 @@ OTHERS, BY_SPEED = "other trials", "trial, fastest first"
 
 
 def trial_frame(rows: Sequence[Row], unit: str) -> pd.DataFrame:
-    """A row for each trial with a speed, the fastest first, the columns as they are read; the values of axes are text."""
+    """Return a row per trial with a speed, fastest first, with columns named for readers; values of axes are text."""
     keys = axes(rows)
     found = [
         {
@@ -59,9 +59,9 @@ def phase_ms(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def over_axis(frame: pd.DataFrame, rows: Sequence[Row], best: Row, key: str, unit: str) -> Figure | None:
-    """Speed over one axis: a series for each value of a second axis, all others as the winner has them.
+    """Plot speed over one axis, with a series per value of a second axis and all other axes at the winner's values.
 
-    The rest is in the background. `frame`: that of the rows.
+    All other trials are in the background. `frame` is the trial frame of `rows`.
     """
     heads = {one: names.axis(one, unit) for one in sorted(axes(rows), key=lambda one: one != key)}
     title, at_best = heads[key], {one: value(best, one) for one in heads}
@@ -72,7 +72,7 @@ def over_axis(frame: pd.DataFrame, rows: Sequence[Row], best: Row, key: str, uni
     alike = frame[[heads[one] for one in fixed]].eq([str(at_best[one]) for one in fixed]).all(axis="columns")
     series, order = pd.Series("measured", frame.index), list[str]()
     if second is not None:
-        # Those around the winner's where there are too many, in an order that gives a value the same color in all figures.
+        # if there are too many, those around the winner's, in an order that gives a value the same color in all figures
         values = [str(one) for one in ordered(value(row, second) for row in (*ran(rows), best))]
         first = min(max(0, values.index(str(at_best[second])) - MAX_SERIES // 2), max(0, len(values) - MAX_SERIES))
         order = [names.at(second, one, unit) for one in values[first : first + MAX_SERIES]]
@@ -90,17 +90,17 @@ def over_axis(frame: pd.DataFrame, rows: Sequence[Row], best: Row, key: str, uni
     plot.data = sorted(plot.data, key=lambda trace: trace.name != OTHERS)  # behind the others
     if is_numeric:
         mark_ticks(plot, numbers.tolist())
-    caption = "Marks are measured" + (", bars one standard error." if drawn["bar"].notna().any() else ".")
+    caption = "Markers are measurements" + (", bars one standard error." if drawn["bar"].notna().any() else ".")
     alike_in = ", ".join(names.at(one, at_best[one], unit) for one in fixed)
-    caption += f" The series have {alike_in}, as the best trial." if fixed else ""
+    caption += f" The series have {alike_in}, like the best trial." if fixed else ""
     shown = frame[[*heads.values(), "images/s", "± images/s", "trial"]]
     return figure(f"speed-{axes(rows).index(key)}", f"Speed over {title}", caption, plot, shown)
 
 
 def phases(frame: pd.DataFrame, what: str) -> Figure | None:
-    """Where the time of each trial or stage goes, per 1,000 images so that batches compare.
+    """Plot the phase times of each trial or stage, per 1,000 images so that batch sizes compare.
 
-    `frame`: milliseconds by phase, and the `batch`; `what`: the column that names each of them.
+    `frame` has milliseconds by phase, and the `batch`; `what` is the column with the name of the trial or stage.
     """
     frame = frame.dropna(subset="step ms") if "step ms" in frame else pd.DataFrame()
     if frame.empty:
@@ -111,12 +111,12 @@ def phases(frame: pd.DataFrame, what: str) -> Figure | None:
     long["s per 1,000 images"] = long["ms/step"] / long["batch"]
     plot = draw(express.bar, long, what, "s per 1,000 images", "phase", colors=PHASE_COLORS, tips=[*about[1:], "ms/step"])
     plot.update_layout(bargap=0 if len(frame) > MANY else 0.2)
-    read_as = "Seconds for 1,000 images, stacked by phase; lower is faster."
-    return figure("phases", "Where a step's time goes", read_as, plot, frame[[*about, *used, "step ms"]])
+    caption = "Seconds per 1,000 images, stacked by phase; lower is faster."
+    return figure("phases", "Where a step's time goes", caption, plot, frame[[*about, *used, "step ms"]])
 
 
 def waits(frame: pd.DataFrame) -> Figure | None:
-    """How long steps of each trial wait for data: the mean, and the shortest and the longest wait of any step."""
+    """Plot how long the steps of each trial wait for data: the mean, minimum, 95th percentile and maximum."""
     frame = frame.dropna(subset="data max") if len(frame) else frame
     if frame.empty:
         return None
@@ -130,7 +130,7 @@ def waits(frame: pd.DataFrame) -> Figure | None:
     return figure(
         "waits",
         "Data wait, min to max",
-        f"Milliseconds that a step waits for images: a long bar is a loader that stalls now and then. "
+        f"Milliseconds that a step waits for images; a long bar means that the loader stalls now and then. "
         f"The longest wait was {names.short(frame['data max'].max())} ms.",
         plot.update_yaxes(title_text="ms"),
         frame[["trial", "point", "data ms", "data min", "data p95", "data max", "data wait %", "images/s"]],
@@ -138,11 +138,11 @@ def waits(frame: pd.DataFrame) -> Figure | None:
 
 
 def efficiency(frame: pd.DataFrame, best: Row, unit: str) -> Figure | None:
-    """Speed per worker as a share of that with the fewest workers: 100% is ideal scaling."""
+    """Plot the speed per worker relative to that with the fewest workers: 100% is ideal scaling."""
     at, batch, workers = f"{unit}s", value(best, GLOBAL_BATCH), value(best, NUM_WORKERS)
     frame = frame.assign(**{at: frame["num_workers"]})
     groups = {
-        f"the best at each number of {at}": frame[at] > 0,
+        f"fastest at each number of {at}": frame[at] > 0,
         f"at global batch {batch}": frame["batch"] == batch,
         f"at batch {names.short(batch / workers)} per {unit}": frame["batch"] * workers == batch * frame[at],
     }
@@ -160,7 +160,7 @@ def efficiency(frame: pd.DataFrame, best: Row, unit: str) -> Figure | None:
     return figure(
         "efficiency",
         "Scaling against ideal",
-        f"Images/s of each {unit}, as a share of that with the fewest {at}. "
+        f"Images/s per {unit}, relative to that with the fewest {at}. "
         f"{names.counted(most[at], unit)} reach {most['% of ideal']:.0f}% of ideal.",
         plot,
         drawn[["series", at, "trial", "images/s", "% of ideal"]],
@@ -168,7 +168,7 @@ def efficiency(frame: pd.DataFrame, best: Row, unit: str) -> Figure | None:
 
 
 def pareto(frame: pd.DataFrame, unit: str, found: Collection[str] = ()) -> Figure | None:
-    """Speed against what an epoch costs. `found`: the trials on the front by the search's model where there was one."""
+    """Plot speed against the cost of an epoch. `found` are the trials on the front by the search's model, if it has one."""
     cost = f"{unit}-s/epoch"
     frame = frame.dropna(subset=cost).sort_values([cost, "images/s"], ascending=[True, False]) if len(frame) else frame
     if len(frame) < 2:
@@ -179,7 +179,7 @@ def pareto(frame: pd.DataFrame, unit: str, found: Collection[str] = ()) -> Figur
     plot = draw(express.scatter, frame, cost, "images/s", "series", [*counts.values()][:MAX_SERIES], tips=tips, zero=False)
     is_faster = frame["images/s"] > frame["images/s"].cummax().shift(fill_value=0.0)
     front = frame[frame["trial"].isin(list(found)) if found else is_faster]
-    mark_front(plot, front[cost], front["images/s"], "the search's front" if found else "nothing is faster and cheaper")
+    mark_front(plot, front[cost], front["images/s"], "Pareto front of the search" if found else "Pareto front")
     caption = f"Up is faster, left is cheaper. On the front: {'; '.join(front['point'][:4])}{' …' if len(front) > 4 else ''}."
     return figure("pareto", "Speed against cost", caption, plot, front[["trial", "point", "images/s", cost, "s/epoch"]])
 
@@ -194,7 +194,7 @@ def accuracy_latency(frame: pd.DataFrame, rows: Sequence[Row]) -> Figure | None:
     frame["series"] = [str(value(row, STUDENT)) for row in map({row.id: row for row in rows}.__getitem__, frame["trial"])]
     plot = draw(express.scatter, frame, "latency ms", "top-1 %", "series", tips=("trial", "point"), zero=False)
     front = frame[frame["top-1 %"] > frame["top-1 %"].cummax().shift(fill_value=-1.0)]
-    mark_front(plot, front["latency ms"], front["top-1 %"], "nothing is more accurate and faster")
+    mark_front(plot, front["latency ms"], front["top-1 %"], "Pareto front")
     return figure(
         "latency",
         "Accuracy against latency",

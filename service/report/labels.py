@@ -1,4 +1,4 @@
-"""How the report writes keys, points and numbers."""
+"""Format keys, points, metrics and numbers for the report."""
 
 import math
 import re
@@ -13,7 +13,7 @@ AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
 
 
 class MetricLabel(NamedTuple):
-    """How a metric is written: its unit, its digits, and which ratio two trials are compared by; "" for their difference."""
+    """How to format a metric: its unit, its digits, and the ratio that compares two trials, or "" for their difference."""
 
     unit: str
     digits: int
@@ -21,7 +21,7 @@ class MetricLabel(NamedTuple):
 
     @property
     def head(self) -> str:
-        """Over a column of numbers: `top-1 %`, where a sentence has `97.25% top-1`."""
+        """The heading of a column: `top-1 %`, where a sentence has `97.25% top-1`."""
         return f"{self.unit.removeprefix('% ')} %" if self.unit.startswith("%") else self.unit
 
 
@@ -53,23 +53,23 @@ DIGITS = {f"{side}{label.head}": label.digits for side in ("", "A ", "B ") for l
     **dict.fromkeys(("B ÷ A", "±"), 3),
     "% of ideal": 0,
 }
-"""Digits of a column of numbers by its head; others have 2."""
+"""Digits of a column of numbers by its heading; others have 2."""
 
-MIN_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
+MIN_SHARE = 0.005  # of a step; sentences leave out shorter phases
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """A number for a cell; a dash where there is none."""
+    """Format a number for a cell; a missing one is a dash."""
     return f"{value:,.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
 def short(value: float) -> str:
-    """Three significant digits, or all of an integer's."""
+    """Format a number with three significant digits, or as an integer from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def label(name: str) -> MetricLabel:
-    """How a metric is written; one without an entry by its name."""
+    """Return the label of a metric; its own name if METRICS has none."""
     return METRICS.get(name, MetricLabel(name, 3))
 
 
@@ -79,52 +79,52 @@ def metric(name: str, value: float) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float], names: Iterable[str]) -> str:
-    """Those of the metrics that there are: `1,280.0 images/s, 12.50 s/epoch, 97.25% top-1`."""
+    """Format those of the named metrics that exist: `1,280.0 images/s, 12.50 s/epoch, 97.25% top-1`."""
     return ", ".join(metric(name, metrics[name]) for name in dict.fromkeys(names) if name in metrics)
 
 
 def metric_cell(metrics: Mapping[str, float], name: str) -> str:
-    """A metric for a cell; seconds of an epoch with a star where they are projected from fewer steps."""
+    """Format a metric for a cell; an epoch time projected from fewer steps has a star."""
     star = "*" if name == "epoch_s" and metrics.get("epoch_projected") else ""
     return number(metrics.get(name), label(name).digits) + star
 
 
 def axis(key: str, unit: str) -> str:
-    """An axis' name: the three of every sweep in words, others by their key."""
+    """Return an axis's name: words for the three axes of every sweep, else the key."""
     return f"{unit}s" if key == NUM_WORKERS else AXES.get(key, key)
 
 
 def counted(count: Any, unit: str) -> str:
-    """1 GPU, 2 GPUs."""
+    """Format a count: 1 GPU, 2 GPUs."""
     return f"{count} {unit}" + ("s" if str(count) != "1" else "")
 
 
 def at(key: str, value: Any, unit: str) -> str:
-    """One value of an axis: 2 GPUs, batch 512, 4 loader workers, precision bf16."""
+    """Format a value of an axis: 2 GPUs, batch 512, 4 loader workers, precision bf16."""
     if key in (NUM_WORKERS, LOADER_WORKERS):
         return counted(value, unit if key == NUM_WORKERS else "loader worker")
     return f"batch {value}" if key == GLOBAL_BATCH else f"{key} {value}"
 
 
 def point(row: Row, unit: str, extras: Sequence[str]) -> str:
-    """A trial's point: 2 GPUs × batch 512 × 4 loader workers, precision bf16."""
+    """Format a trial's point: 2 GPUs × batch 512 × 4 loader workers, precision bf16."""
     scale = " × ".join(at(key, value(row, key), unit) for key in SCALE_AXES)
     return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE_AXES)])
 
 
 def phase_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The share of a step of each phase that is recorded, in their order."""
+    """Return each recorded phase's share of a step, in the order of ALL_PHASES."""
     known = {phase: metrics[f"phase/{phase}_ms"] for phase in ALL_PHASES if f"phase/{phase}_ms" in metrics}
     step_ms = metrics.get("phase/step_ms") or sum(known.values()) or math.nan
     return {phase: ms / step_ms for phase, ms in known.items()}
 
 
 def shares_text(metrics: Mapping[str, float]) -> str:
-    """The same as words, the longest phase first: `student 45%, teacher 30%, data 25%`."""
+    """Format the shares, longest phase first: `student 45%, teacher 30%, data 25%`."""
     ranked = sorted(phase_shares(metrics).items(), key=lambda item: -item[1])
     return ", ".join(f"{phase} {share:.0%}" for phase, share in ranked if share >= MIN_SHARE)
 
 
 def natural(text: str) -> list[int]:
-    """Sort key: node2 before node10."""
+    """Return a sort key that puts node2 before node10."""
     return [int(digits) for digits in re.findall(r"\d+", text)]

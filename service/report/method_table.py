@@ -1,4 +1,4 @@
-"""The methods as a table, and one of them with its options. Both import torch."""
+"""Tabulate all methods, or describe one with its options. Both import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = ("name", "paper", LOSS, "weight", "task_weight", "taps", STAGES)
 
 
 def method_table() -> Table:
-    """A row for each method that goes by a name: its paper and loss, its default weights and taps; or why it cannot be loaded."""
+    """Tabulate the named methods: paper, loss, default weights and taps, or why a method cannot be loaded."""
     rows = []
     for name in sorted(available_methods()):
         try:
@@ -44,15 +44,14 @@ def method_table() -> Table:
 
 
 def method_parts(name: str) -> Iterator[str | Table]:
-    """What there is to know of one method, a name or FILE.py:CLASS: its docstrings, default task weight and taps, its options.
+    """Describe one method, a name or FILE.py:CLASS: its docstrings, default task weight and taps, and its options.
 
-    Raises ExperimentError: it cannot be loaded.
+    Raises ExperimentError if it cannot be loaded.
     """
     kind = load_method(name)
     module, loss = _docs(kind)
     defaults = (
-        f"task_weight {kind.task_weight:g}, unless distill.task_weight says otherwise; taps: {_taps(kind)}; "
-        f"{STAGES}: {in_stages(kind)}"
+        f"task_weight {kind.task_weight:g}, unless distill.task_weight is set; taps: {_taps(kind)}; {STAGES}: {in_stages(kind)}"
     )
     options = inspect.cleandoc(kind.Options.__doc__ or "") if kind.Options is not MethodOptions else ""
     yield "\n\n".join(text for text in (f"{option_key(name)}: {loss}", module, defaults, options) if text) + "\n"
@@ -63,7 +62,7 @@ def method_parts(name: str) -> Iterator[str | Table]:
 
 
 def in_stages(kind: type[Method]) -> str:
-    """Whether a student in pipeline stages can be trained with a method."""
+    """Say whether a method can train a student in pipeline stages."""
     from trainables.methods.select import SelectedMethod
 
     if SelectedMethod("", kind, kind.Options.model_construct()).whole_student:
@@ -72,7 +71,7 @@ def in_stages(kind: type[Method]) -> str:
 
 
 def _docs(kind: type[Method]) -> tuple[str, str]:
-    """What a method's module and its class say of it."""
+    """Return the docstrings of a method's module and class."""
     texts = (sys.modules[kind.__module__].__doc__, kind.__doc__)
     return inspect.cleandoc(texts[0] or ""), inspect.cleandoc(texts[1] or "")
 
@@ -87,7 +86,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _description(options: type[MethodOptions], name: str) -> str:
-    """An option's, or that of the option which it redefines."""
+    """Return an option's description, or that of the option it overrides."""
     fields = (getattr(kind, "model_fields", {}).get(name) for kind in options.__mro__)
     return next((field.description for field in fields if field is not None and field.description), "")
 

@@ -1,4 +1,4 @@
-"""What `distill split` and `distill taps` show of a model: blocks, their cost, where to cut; its taps. Imports torch."""
+"""The output of `distill split` (a model's blocks, their costs, and where to cut) and `distill taps`. Imports torch."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,9 +23,9 @@ MIB = 2**20
 
 
 def student_in_stages(experiment: Experiment, num_stages: int) -> TrainConfig:
-    """The job of the student's stage, of as many workers as the experiment has or the next number that can be divided.
+    """Return the job of the student's stage, with the number of workers rounded up to a multiple of `num_stages`.
 
-    `scale.cut` is left out: it is what is looked for.
+    `scale.cut` is cleared, since it is what `distill split` looks for.
     """
     config = experiment.stage("student", Path("/"), {}, "-")
     num_workers = -(-experiment.scale.num_workers // num_stages) * num_stages
@@ -37,13 +37,13 @@ def split_parts(config: TrainConfig) -> Iterator[Table | str]:
     """Time the student's blocks and the teacher on this machine, and say where to cut.
 
     Raises:
-        ExperimentError: a method cannot be trained in stages.
-        ModelError: the student cannot be cut so, or no cut fits the device's memory.
+        ExperimentError: a method does not support pipeline stages.
+        ModelError: the student cannot be cut this way, or no cut fits the device's memory.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scale, dtype = config.scale, tensor_format(config)[0]
     if device.type == "cpu":
-        torch.set_num_threads(scale.cpus_per_worker)  # as a worker has them
+        torch.set_num_threads(scale.cpus_per_worker)  # as in a worker
     module, networks = untrained_modules(config, num_classes_of(config.data))
     networks = [each.to(dtype) for each in networks]
     module.to(dtype)
@@ -56,14 +56,14 @@ def split_parts(config: TrainConfig) -> Iterator[Table | str]:
     )
     if networks:
         how = f"sharded over {scale.num_replicas} replicas" if sharded else "whole"
-        yield f"teacher: {1e3 * costs.teacher_s:.2f} ms of a micro-batch, {how}, on the last stage's device"
+        yield f"teacher: {1e3 * costs.teacher_s:.2f} ms per micro-batch, {how}, on the last stage's device"
     yield f"write scale.cut: [{', '.join(costs.blocks[start].begins_at for start in starts[1:])}]; schedule {scale.schedule}"
     bubble = (len(starts) - 1) / (number + len(starts) - 1)
     yield f"bubble (S - 1)/(M + S - 1) = {100 * bubble:.0f} % of a step, for {len(starts)} equal stages, {number} micro-batches"
 
 
 def block_table(title: str, blocks: Sequence[Block], starts: Sequence[int]) -> Table:
-    """A row for each block. Times and activations are of a micro-batch."""
+    """Tabulate the blocks. Times and activations are per micro-batch."""
     rows = [
         [
             str(sum(start <= index for start in starts) - 1),
@@ -80,7 +80,7 @@ def block_table(title: str, blocks: Sequence[Block], starts: Sequence[int]) -> T
 
 
 def points_table(model: str, image_size: int, num_classes: int, show_all: bool) -> Table:
-    """Names, other names and shape of one sample's value; `show_all`: of all modules.
+    """Tabulate the taps: name, aliases, and shape per sample; with `show_all`, for all modules.
 
     Raises ModelError: no such model, or it does not accept images of this size.
     """

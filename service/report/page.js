@@ -1,5 +1,5 @@
 "use strict";
-// The figures are drawn by plotly.js, which is in the page, packed; their ground and ink are the page's own, light or dark.
+// Figures are drawn by plotly.js, which is packed into the page; their colors are the page's own, light or dark.
 const ground = () => {
   const style = getComputedStyle(document.documentElement);
   const ink = style.getPropertyValue("--ink").trim(), edge = style.getPropertyValue("--edge").trim();
@@ -36,9 +36,9 @@ async function unpack(text) {
   return new Response(stream).text();
 }
 
-const nonce = document.currentScript.nonce;  // unpacked code may run because this code may
+const nonce = document.currentScript.nonce;  // allows the unpacked code to run
 
-// Printers and screenshots begin at the load event, for which a browser waits while it decodes an image.
+// Printing and screenshots start at the load event, which browsers delay while an image is being decoded.
 let isDrawn = false;
 function holdLoadEvent() {
   const image = new Image();
@@ -56,7 +56,7 @@ async function figures() {
   document.head.append(script);
   draw(figures);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(figures));
-  for (const event of ["beforeprint", "afterprint"]) {  // on paper: as wide as a page, and light
+  for (const event of ["beforeprint", "afterprint"]) {  // on paper: page width and light colors
     addEventListener(event, () => { document.documentElement.classList.toggle("print", event === "beforeprint"); draw(figures); });
   }
 }
@@ -82,7 +82,7 @@ function sortable(table) {
   });
 }
 
-// A table that is larger than its frame is opened at its best row or cell.
+// Scroll a table that is larger than its frame to its best row or cell.
 function showBest(frame) {
   const best = frame.querySelector("tr.best, td.best");
   if (!best) return;

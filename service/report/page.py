@@ -24,19 +24,19 @@ FACTS = (
     *("images_per_s", "epoch_s", "epoch_wall_s", "step_s", "data_pct", "top1_pct", "best_top1_pct", "linear_top1_pct", "cka"),
     *("cosine", "peak_memory_mib"),
 )
-"""The metrics that one looks for first."""
+"""The metrics in the header of the page."""
 REACHED = ("top1_pct", "cka", "steps", "images_per_s")
 
 
 def write_page(records: Records, path: Path | None = None) -> Path:
-    """Write the page of a run as it stands, atomically. Returns where. Raises ExperimentError: it cannot be written there."""
+    """Write the page of a run atomically, and return its path. Raises ExperimentError if it cannot be written."""
     path = path or records.run_dir.report
     document.write(page_of(records), path)
     return path
 
 
 def page_of(records: Records) -> Page:
-    """The page of a sweep or of a run; it loads itself again while that goes on."""
+    """Build the page of a sweep or a run; it reloads itself while the run is running."""
     page, result = sweep_page(records) if records.is_sweep else run_page(records), records.result
     when = f"{result.started} to {result.finished or 'now'}".replace("T", " ")
     reason = [result.reason] if result.reason else []
@@ -50,9 +50,9 @@ def page_of(records: Records) -> Page:
 
 
 def sweep_page(records: Records) -> Page:
-    """What won and why, the table, speed over each axis, and all else that was measured."""
+    """Build the page of a sweep: the winner and why it won, the trials, speed over each axis, and all other measurements."""
     result, rows, best, unit = records.result, records.rows, records.best, records.result.unit
-    points, front = probes(rows), result.search.front if result.search else ()  # a training to a target is no point of its own
+    points, front = probes(rows), result.search.front if result.search else ()  # training to a target is not a point of its own
     frame = figures.trial_frame(points, unit)
     precision = precision_note(best) if best else []
     return Page(
@@ -77,7 +77,7 @@ def sweep_page(records: Records) -> Page:
 
 
 def run_page(records: Records) -> Page:
-    """What a single run reached, and how its time went."""
+    """Build the page of a single run: what it reached, and where the time went."""
     result, histories = records.result, records.histories
     student = next((stage for stage in result.stages if stage.stage == "student" and stage.metrics), None)
     lead = [
@@ -115,12 +115,12 @@ def stage_frame(records: Records) -> pd.DataFrame:
 
 
 def precision_note(outcome: Outcome) -> list[str]:
-    """Which precision `auto` came to, and why."""
+    """Say which precision `auto` chose, and why."""
     return [f"Precision auto: {outcome.precision}: {outcome.precision_reason}."] if outcome.precision_reason else []
 
 
 def facts_of(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The numbers that one looks for first."""
+    """Format the metrics in FACTS for the header of the page."""
     return {
         names.label(name).head: names.metric_cell(metrics, name)
         for name in FACTS
@@ -129,9 +129,9 @@ def facts_of(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def over_time(records: Records) -> list[Figure | None]:
-    """Accuracy of the best trial and of the most accurate ones, their epochs, and the hardware under all of them.
+    """Build the figures over time: accuracy and wall time of the best and the most accurate trials, and the hardware of all.
 
-    Where accuracies are the same, or there are none, the fastest ones.
+    If accuracies are equal or missing, the fastest trials take the place of the most accurate ones.
     """
     best, histories, rows = records.best, records.histories, records.rows
 

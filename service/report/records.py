@@ -1,4 +1,4 @@
-"""What a report is made of: a run directory, its log read once, as plain rows, however far the run has come."""
+"""The input of a report: a run directory, finished or not, with its log read once, as plain rows."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from trainables.rundir import RunDir, StageDir
 
 UNFINISHED = ("pending", "untested")
 _WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
-_MIN_WINDOWS = 3  # means between log lines: fewer say nothing of their spread
+_MIN_WINDOWS = 3  # means between log lines needed to estimate their spread
 _MAX_RANKS = 8
 _PROGRESS = ("start", "resume", "step", "epoch", "summary")
 
 Histories = Mapping[str, Sequence[Event]]
-"""What stages recorded while they ran, in order, by name: `trial 003`, `teacher`, `student`."""
+"""The events of each stage in order, by the stage's name: `trial 003`, `teacher`, `student`."""
 
 
 class Row(TrialRow):
     """A trial as the report sees it."""
 
     error: float | None = None
-    """Relative standard error of its mean step; None where too little is known."""
+    """Relative standard error of its mean step time; None if too few times are known."""
 
     @classmethod
     def of(cls, row: TrialRow, windows_s: Sequence[float] = ()) -> Row:
-        """The row with the error of its steps' times; without these, of the mean step times between its log lines."""
+        """Add the error of the step times to a row; without step times, that of the means between its log lines."""
         times_s = row.steps_s or windows_s
         error = relative_error(times_s) if len(times_s) >= _MIN_WINDOWS else None
         return cls.model_construct(_fields_set=row.model_fields_set, **{**dict(row), "error": error})
@@ -53,8 +53,8 @@ class Records:
     run_dir: RunDir
     log: RunLog
     result: RunResult
-    experiment: Mapping[str, Any]  # by dotted keys; without secrets
-    rows: Sequence[Row] = ()  # the trials of a sweep; of a run its student as one, once it has a speed
+    experiment: Mapping[str, Any]  # by dotted keys; secrets are redacted
+    rows: Sequence[Row] = ()  # the trials of a sweep; for a run, its student as the only row once it has a speed
     histories: Histories = field(default_factory=dict)
 
     @property
@@ -63,21 +63,21 @@ class Records:
 
     @property
     def best(self) -> Row | None:
-        """The winner of a sweep by its own metric; of a run its student."""
+        """The winner of a sweep by its metric; for a run, its student."""
         return best_of(self.result, self.rows) if self.is_sweep else next(iter(self.rows), None)
 
 
 def records_of_run(path: Path) -> Records:
-    """The records of a run directory. Raises ExperimentError: no run there, or one that is damaged."""
+    """Read the records of a run directory. Raises ExperimentError if it has no run, or a damaged one."""
     resolved, run_dir, log = reopen_log(path)
     result = as_it_stands(run_dir, log.result)
-    if result.status not in (log.result.status, "interrupted"):  # it has ended since
+    if result.status not in (log.result.status, "interrupted"):  # it has ended in the meantime
         return records_of_run(path)
     return read_records(run_dir, log, result, resolved.experiment)
 
 
 def read_records(run_dir: RunDir, log: RunLog, result: RunResult, experiment: Experiment) -> Records:
-    """The records of a run whose log has been read."""
+    """Return the records of a run whose log has been read."""
     flat = redact_values(flatten(experiment.model_dump(mode="json")))
     if result.kind == "sweep":
         stages = {f"trial {row.id}": f"trials/{row.id}/student" for row in result.rows}
@@ -100,13 +100,13 @@ def read_records(run_dir: RunDir, log: RunLog, result: RunResult, experiment: Ex
 
 
 def windows_s(log: RunLog, stage: str) -> list[float]:
-    """Mean step times between a stage's log lines, but for the first, which has the warm-up in it."""
+    """Return the mean step times between a stage's log lines, except the first, which includes the warm-up."""
     found = [_WINDOW_MS.search(line.raw) for kind, line in log.raw_of(stage) if kind == "step"]
     return [float(window[1]) / 1e3 for window in found if window][1:]
 
 
 def read_history(log: RunLog, stage: str, *kinds: str) -> list[Event]:
-    """A stage's events of these kinds. Their times never go back: after a restart another node's clock may be behind."""
+    """Return a stage's events of these kinds, with non-decreasing times: after a restart, another node's clock may be behind."""
     lines, time_ms = [], 0
     for event in log.of_stage(stage, *kinds):
         time_ms = max(time_ms, event["time_ms"])
@@ -115,7 +115,7 @@ def read_history(log: RunLog, stage: str, *kinds: str) -> list[Event]:
 
 
 def hang_lines(log: RunLog) -> list[str]:
-    """A line for each hang of a run, also of the measurements that a guided search repeated."""
+    """Return a line per hang of a run, including measurements that a guided search repeated."""
     return [
         f"{stage} hung at {datetime.fromtimestamp(event['time_ms'] / 1e3):%Y-%m-%d %H:%M:%S}: {event['message']}"
         for stage in log.stages
@@ -124,7 +124,7 @@ def hang_lines(log: RunLog) -> list[str]:
 
 
 def teacher_lines(result: RunResult) -> list[str]:
-    """How accurate each teacher is: one with given weights as it was measured, one that the run has trained at its best epoch."""
+    """Return a line with each teacher's accuracy: as measured for given weights, else at the best epoch of its training."""
     trained = [
         f"teacher {stage.model}: {stage.metrics['best_top1_pct']:.2f}% top-1, trained here"
         for stage in result.stages
@@ -135,7 +135,7 @@ def teacher_lines(result: RunResult) -> list[str]:
 
 
 def running_stage_lines(records: Records) -> list[str]:
-    """Where each stage is that has begun and not ended, and under it where each of its ranks is."""
+    """Return a line with the progress of each running stage, followed by a line for each of its ranks."""
     lines = []
     for stage in records.log.stages:
         kinds = [kind for kind, _ in records.log.raw_of(stage) if kind in _PROGRESS or kind == "stage_ended"]
@@ -144,19 +144,19 @@ def running_stage_lines(records: Records) -> list[str]:
         numbers = records.log.of_stage(stage, *_PROGRESS)
         speeds = [line["metrics"]["train/images_per_s"] for line in numbers if line["metrics"].get("train/images_per_s")]
         speed = f"{speeds[-1]:,.1f}" if speeds else "–"
-        lines.append(f"{stage}: step {numbers[-1]['step']}, {speed} images/s, last record {_ago(numbers[-1]['time_ms'])}")
+        lines.append(f"{stage}: step {numbers[-1]['step']}, {speed} images/s, last update {_ago(numbers[-1]['time_ms'])}")
         lines += rank_lines(StageDir(records.run_dir.root / stage))
     return lines
 
 
 def _is_of_an_ended_measurement(log: RunLog, stage: str) -> bool:
-    """Whether a stage is one of a trial's measurements of which the outcome is known: `student`, `student-2` …"""
+    """Whether a stage is a measurement of a trial (`student`, `student-2` …) with a known outcome."""
     found = re.fullmatch(r"trials/([^/]+)/student(?:-(\d+))?(?:-init)?", stage)
     return found is not None and int(found[2] or 1) <= len(log.fold.measured(found[1]))
 
 
 def rank_lines(stage: StageDir) -> list[str]:
-    """A line for each rank by its last heartbeat, the one without progress for longest first; of many ranks the first few."""
+    """Return a line for each rank by its last heartbeat, the longest without progress first; at most _MAX_RANKS of them."""
     try:
         record = json.loads(stage.heartbeats.read_bytes())
         ranks = sorted(record["ranks"], key=lambda rank: rank["age_s"], reverse=True)
@@ -164,18 +164,18 @@ def rank_lines(stage: StageDir) -> list[str]:
             f"  rank {rank['rank']}: {rank['at']}, last progress {_ago(record['time_ms'] - 1e3 * rank['age_s'])}"
             for rank in ranks[:_MAX_RANKS]
         ]
-    except (OSError, ValueError, KeyError, TypeError):  # none so far, or another version's
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, or from another version
         return []
     return lines if len(ranks) <= _MAX_RANKS else [*lines, f"  and {len(ranks) - _MAX_RANKS} ranks with later progress"]
 
 
 def _ago(time_ms: float) -> str:
-    """`12 s ago`, of a unix time."""
+    """Format a unix time in milliseconds as `12 s ago`."""
     return f"{max(time.time() - time_ms / 1e3, 0.0):.0f} s ago"
 
 
 def rows_of(result: RunResult) -> list[Row]:
-    """The trials of a result alone, without the log lines between which a step's time may spread."""
+    """Return the trials of a result, with errors from step times only, since there is no log."""
     return [Row.of(row) for row in result.rows]
 
 
@@ -185,33 +185,33 @@ def best_of(result: RunResult, rows: Iterable[Row]) -> Row | None:
 
 
 def value(row: Row, key: str) -> Any:
-    """What a trial has on an axis: `auto` loader workers as the number that they came to."""
+    """Return a trial's value on an axis; for `auto` loader workers, the resolved number."""
     return row.scale.by_key.get(key, row.params.get(key))
 
 
 def ordered(values: Iterable[Any]) -> list[Any]:
-    """Each value once: numbers by size, then words, among them lists and the None of a point without this key."""
+    """Sort distinct values: numbers by size, then all others as text, including lists and the None of a missing key."""
     found = {repr(item): item for item in values}.values()
     return sorted(found, key=lambda item: (0, item, "") if isinstance(item, int | float) else (1, 0, str(item)))
 
 
 def axes(rows: Sequence[Row]) -> list[str]:
-    """The keys in which the trials differ, the three of every sweep first."""
+    """Return the keys in which the trials differ, starting with the three of every sweep."""
     keys = dict.fromkeys([*SCALE_AXES, *(key for row in rows for key in row.params)])
     return [key for key in keys if len({repr(value(row, key)) for row in rows}) > 1]
 
 
 def ran(rows: Sequence[Row]) -> list[Row]:
-    """The trials that have a speed."""
+    """Return the trials that have a speed."""
     return [row for row in rows if row.status in ("ok", "stopped") and row.metrics.get("images_per_s")]
 
 
 def ended(rows: Sequence[Row]) -> list[Row]:
-    """The trials that have ended, with a result or without."""
+    """Return the trials that have ended, with or without a result."""
     return [row for row in rows if row.status not in UNFINISHED]
 
 
 def gpu_s_per_epoch(row: Row) -> float | None:
-    """What an epoch costs: GPU-seconds (slot-seconds where there is no GPU)."""
+    """Return the cost of an epoch in GPU-seconds (slot-seconds without GPUs)."""
     m = row.metrics
     return float(m.get("gpu_s_per_epoch", m["epoch_s"] * row.scale.num_workers)) if "epoch_s" in m else None

@@ -1,4 +1,4 @@
-"""Trials that differ by their seed alone, taken together: their mean, and the paired difference to the sweep's first point."""
+"""Aggregate trials that differ only in their seed: their mean, and the paired difference to the sweep's first point."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,22 +17,22 @@ from service.runs.result import RunResult
 
 SEED = "seed"
 ROUNDING = 1e-12
-"""Differences smaller than this, relative to the numbers, are rounding."""
+"""Differences smaller than this, relative to the numbers, are rounding errors."""
 CAPTION = (
-    "Means over seeds ± their standard deviation, and paired differences to {first} with Student's t; p is for all rows together"
-    " (Holm). What is not significant may be chance: more seeds show it."
+    "Means ± standard deviations over seeds, and paired differences to {first} with Student's t-test; p is adjusted for all rows"
+    " (Holm). A difference that is not significant may be chance; more seeds would tell."
 )
 
 
 def groups(result: RunResult) -> pd.DataFrame:
-    """The points of a sweep over seeds, in the order of the sweep; no rows where no point was run with two seeds.
+    """Return the points of a sweep over seeds, in the order of the sweep; empty if no point was run with two seeds.
 
-    Columns: `point`, `seeds`, `mean`, `std` (n - 1); `difference` to the first point over the `pairs` of seeds that both have
-    (what a seed does to all alike cancels), `half` of its confidence interval, `p` of a paired t-test for all rows together (a
-    dozen methods compared at 5% each would find a winner among equals in one table of two), and whether it is `significant`.
-    NaN: fewer than two pairs; `p` also where all differences are the same: accuracies are multiples of an image, so that of two
-    seeds this happens, and says little. `asha` ends the seeds that begin badly: those that are left are the lucky ones, and not
-    compared.
+    Columns: `point`, `seeds`, `mean`, `std` (n - 1); `difference` to the first point over the `pairs` of common seeds (a seed's
+    effect on all points cancels), `half` of its confidence interval, `p` of a paired t-test adjusted for all rows (comparing a
+    dozen equal methods at 5% each would find a winner in every other table), and whether it is `significant`.
+    NaN means fewer than two pairs; `p` is also NaN if all differences are equal, which happens with two seeds, since accuracies
+    are multiples of one image, and says little. `asha` is not compared: it stops seeds that begin badly, so that the lucky ones
+    remain.
     """
     rows = [row for row in rows_of(result) if SEED in row.params and result.policy != "asha"]
     keys = [key for key in dict.fromkeys(key for row in rows for key in row.params) if key != SEED]
@@ -58,7 +58,7 @@ def groups(result: RunResult) -> pd.DataFrame:
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:
-    """The values in which this point differs, without the keys that it does not set."""
+    """Format the values of the keys that this point sets."""
     values = {key: value(row, key) for key in keys if key in row.params}
     texts = {key: " + ".join(map(str, item)) if isinstance(item, list) else str(item) for key, item in values.items()}
     if list(texts) == ["distill.method"]:
@@ -67,7 +67,7 @@ def _label(row: Row, keys: Sequence[str]) -> str:
 
 
 def seed_table(result: RunResult) -> Table | None:
-    """A row a point; None where no point was run with two seeds."""
+    """Tabulate the points; None if no point was run with two seeds."""
     found, (metric, mode) = groups(result), ranking_metric(result)
     if found.empty:
         return None
@@ -87,7 +87,7 @@ def seed_table(result: RunResult) -> Table | None:
 
 
 def seeds_sentence(result: RunResult) -> list[str]:
-    """Which point is best over its seeds, and how sure that is: a single seed's best trial may owe it to chance."""
+    """Say which point is best over its seeds, and how certain that is: the best single trial may be lucky."""
     found, (metric, mode) = groups(result), ranking_metric(result)
     if len(found) < 2:
         return []
@@ -101,7 +101,7 @@ def seeds_sentence(result: RunResult) -> list[str]:
 
 
 def seeds_figure(result: RunResult) -> Figure | None:
-    """Each point's difference to the first with its interval: what crosses zero may be chance."""
+    """Plot each point's difference to the first with its confidence interval; one that crosses zero may be chance."""
     found, table = groups(result), seed_table(result)
     if table is None or found["difference"].isna().all():
         return None
@@ -109,5 +109,5 @@ def seeds_figure(result: RunResult) -> Figure | None:
     shown = found.dropna(subset="difference").rename(columns={"difference": head}).assign(series=title)
     plot = draw(express.scatter, shown, "point", head, "series", tips=["half", "p"], error_y="half")
     plot.update_traces(error_y_color=GREY).update_layout(showlegend=False)
-    read_as = f"{head}, mean difference with its {1 - LEVEL:.0%} interval; across zero it may be chance."
-    return Figure("seeds", title, read_as, plot, replace(table, title=f"Numbers of: {title}"), 380)
+    caption = f"{head}, mean difference with its {1 - LEVEL:.0%} interval; one that crosses zero may be chance."
+    return Figure("seeds", title, caption, plot, replace(table, title=f"Numbers of: {title}"), 380)

@@ -1,4 +1,4 @@
-"""The statistics of comparisons: Holm's correction and Student's t for paired differences, both at one level."""
+"""Statistics for comparisons: Holm's correction and the paired t-test, both at the same level."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,24 +7,24 @@ import numpy as np
 import pandas as pd
 
 LEVEL = 0.05
-"""Probability that any difference of a table is called significant by chance; 1 - LEVEL is that of confidence intervals."""
+"""Probability that any difference in a table is called significant by chance; confidence intervals have level 1 - LEVEL."""
 
 
 class PairedTest(NamedTuple):
-    """A mean difference, half the width of its confidence interval, and the two-sided p-value."""
+    """A mean difference with half the width of its confidence interval, and the two-sided p-value."""
 
     mean: float
     half_width: float
     p_value: float
-    """NaN: all differences are the same, so that the test says nothing."""
+    """NaN if all differences are equal, so that there is no test."""
 
 
 def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> PairedTest | None:
-    """Student's t-test of differences against 0; None for fewer than two.
+    """Run Student's t-test of differences against 0; None for fewer than two.
 
-    Differences whose standard error is at most `rounding` count as all the same.
+    Differences whose standard error is at most `rounding` count as equal.
     """
-    from scipy import stats  # takes half a second, which a table without seeds does not need
+    from scipy import stats  # takes half a second, and a table without seeds does not need it
 
     if len(differences) < 2:
         return None
@@ -37,10 +37,10 @@ def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> Pai
 
 
 def holm(p_values: pd.Series) -> pd.Series:
-    """The p-values adjusted for all tests being made; those that are missing stay so.
+    """Adjust p-values for the number of tests; NaN stays NaN.
 
-    Holm 1979, "A simple sequentially rejective multiple test procedure": the smallest counts as often as there are tests, the
-    next for one test less, and none is smaller than the one before it.
+    Holm 1979, "A simple sequentially rejective multiple test procedure": the smallest p-value is multiplied by the number of
+    tests, the next by one less, and so on, and none becomes smaller than the one before it.
     """
     known = p_values.dropna().sort_values()
     return (known * np.arange(len(known), 0, -1)).clip(upper=1.0).cummax().reindex(p_values.index)

@@ -1,4 +1,4 @@
-"""The tables of a run or a sweep, the same on the terminal and on the page."""
+"""The tables of a run or a sweep, for both the terminal and the page."""
 
 import itertools
 import math
@@ -16,13 +16,13 @@ from service.search.rows import probes
 from trainables.metrics.telemetry import decode_throttle
 
 BAD = ("failed", "oom", "infeasible", "stopped")
-MAX_OPEN = 12  # rows of a table that is not folded
+MAX_OPEN = 12  # rows, above which a table is folded
 WAIT = "data wait s (min–max)"
 TRIAL_METRICS = ("images_per_s", "top1_pct", "epoch_s", "step_s")
 
 
 def trial_cells(row: Row, result: RunResult, on_page: bool) -> dict[str, str]:
-    """What a trial ran on, how it ended, its speed, accuracy and cost, and how long steps wait for data, by column."""
+    """Return a trial's cells by column: its point, status, speed, accuracy, cost, and data wait per step."""
     m, unit = row.metrics, result.unit
     keys = {key: names.axis(key, unit) for key in (*SCALE_AXES, *result.space)} | {GLOBAL_BATCH: "batch"}
     again = f"measured {len(row.measurements)} times" if row.measurements else ""
@@ -45,7 +45,7 @@ def trial_cells(row: Row, result: RunResult, on_page: bool) -> dict[str, str]:
 
 
 def trial_table(result: RunResult, rows: Sequence[Row], title: str, *, on_page: bool = True) -> Table:
-    """A row a trial, the best one marked; a column without a value is left out."""
+    """Tabulate trials with the best one marked; empty columns are dropped."""
     frame = pd.DataFrame([trial_cells(row, result, on_page) for row in rows])
     frame = frame.loc[:, ~frame.isin(["", "–"]).all()]
     heads: list[str] = frame.columns.tolist()
@@ -62,7 +62,7 @@ def trial_table(result: RunResult, rows: Sequence[Row], title: str, *, on_page: 
 
 
 def sweep_table(result: RunResult, rows: Sequence[Row], only: Collection[str] | None = None) -> Table:
-    """The trials on the terminal, without what a guided search left out. `only`: those that there is room for."""
+    """Tabulate the trials for the terminal, without untested points. `only` limits it to those that fit on the screen."""
     trials = [row for row in rows if row.status != "untested"]
     points, tried = probes(rows), probes(trials)
     count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else names.counted(len(trials), "trial")
@@ -76,21 +76,21 @@ def page_trials(records: Records) -> Table | None:
 
 
 def bad_trials(records: Records) -> Table | None:
-    """Failed, infeasible and stopped trials, with their reasons."""
+    """Tabulate failed, infeasible and stopped trials with their reasons."""
     rows = [row for row in records.rows if row.status in BAD]
     return trial_table(records.result, rows, f"{names.counted(len(rows), 'trial')} and their reasons") if rows else None
 
 
 def speed(row: Row) -> float:
-    """Images/s; 0 where a trial has none."""
+    """Return a trial's images/s, or 0 without one."""
     return float(row.metrics.get("images_per_s") or 0.0)
 
 
 def heat_table(records: Records) -> Table | None:
-    """Images/s by workers and batch (down) and loader workers (across); where all trials have as many of these, workers × batch.
+    """Tabulate images/s by workers × batch (down) and loader workers (across), or by workers and batch if those do not vary.
 
-    A combination with several trials has the best one of the sweep, or else the fastest, or else the first that ended. None where
-    fewer than two combinations have a trial that ended, or none has a speed.
+    A combination with several trials shows the best of the sweep, else the fastest, else the first that ended. None if fewer than
+    two combinations have a trial that ended, or no trial has a speed.
     """
     best, unit, keys = records.best, records.result.unit, axes(records.rows)
     across_key = LOADER_WORKERS if LOADER_WORKERS in keys else GLOBAL_BATCH
@@ -120,18 +120,18 @@ def heat_table(records: Records) -> Table | None:
     caption = "Images/s; the stronger the color, the faster; ★ is the best trial."
     if any("–" in row for row in rows):
         pending = any(row.status == "pending" for row in records.rows)
-        caption += " – has no result so far." if pending else " – was not tried."
+        caption += " – has no result yet." if pending else " – was not tried."
     if extras := [key for key in keys if key not in SCALE_AXES]:
-        caption += f" The fastest over {', '.join(extras)}."
+        caption += f" Each cell is the fastest over {', '.join(extras)}."
     heads = [names.axis(key, unit) for key in shown]
     return Table(f"Images/s by {', '.join(heads[:-1])} and {heads[-1]}", ["", *across], rows, caption, left=[""], heads=True)
 
 
 def settings(records: Records) -> Table:
-    """The experiment, each value with where it comes from."""
+    """Tabulate the values of the experiment with their sources."""
 
     def source(key: str) -> str:
-        """That of the key, or of the nearest one above it that has one."""
+        """Return the source of a key, or of its nearest parent that has one."""
         while key and key not in records.result.sources:
             key = key.rpartition(".")[0]
         return records.result.sources.get(key, "default")
@@ -142,7 +142,7 @@ def settings(records: Records) -> Table:
 
 
 def phase_table(metrics: Mapping[str, float], title: str) -> Table | None:
-    """Where a step's time goes: milliseconds per phase and their share of the step. None where no step was timed."""
+    """Tabulate the phases of a step: milliseconds, and share of the step. None if no step was timed."""
     columns = {"mean ms": "", "min": "_min", "p50": "_p50", "p95": "_p95", "max": "_max"}
     shares = names.phase_shares(metrics) | ({"step": 1.0} if "phase/step_ms" in metrics else {})
     rows = [
@@ -169,7 +169,7 @@ HARDWARE = {
 
 
 def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
-    """What the hardware did: a row a node and a row a GPU, means with the peak in brackets. None where nothing was sampled."""
+    """Tabulate the telemetry: a row per node and per GPU, means with the peak in parentheses. None if nothing was sampled."""
     sources = sorted({name.rpartition("/")[0] for name in metrics if re.match(r"node\d+/", name)}, key=names.natural)
     rows = []
     for source in sources:
@@ -179,7 +179,7 @@ def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
             mean, peak = (metrics.get(f"{source}/{field}{part}_{unit}") for part in ("", "_max"))
             cells.append(f"{names.number(mean, 0)} ({names.number(peak, 0)})" if mean is not None else "–")
         reasons = decode_throttle(int(metrics.get(f"{source}/throttle_reasons", 0)))
-        # A GPU without work and one whose clocks were set by hand were not held back.
+        # an idle GPU and one with clocks set by the user are not throttled
         slowed = [reason for reason in reasons if reason not in ("gpu_idle", "applications_clocks_setting")]
         rows.append([source, *cells, ", ".join(slowed) or "–"])
     columns = ["where", *HARDWARE, "slowed by"]
@@ -193,7 +193,7 @@ STAGE_METRICS = (
 
 
 def stage_table(title: str, stages: Sequence[StageRow]) -> Table:
-    """One row a stage of a run."""
+    """Tabulate the stages of a run."""
     shown = [name for name in STAGE_METRICS if any(name in stage.metrics for stage in stages)]
     rows = [[stage.stage, stage.model, *(names.metric_cell(stage.metrics, name) for name in shown)] for stage in stages]
     columns = ["stage", "model", *(names.label(name).head for name in shown)]

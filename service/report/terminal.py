@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: its tables, what they say, and how to go on; also again and again, until it ends."""
+"""The terminal report of a run: its tables, conclusions and next steps; optionally refreshed until the run ends."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -18,17 +18,17 @@ from service.runs.stored.stored_runs import display_name, shell_name
 from service.search.rows import probes
 
 WATCH_S = 3.0
-MAX_SHARE = 0.1  # of a core that tables and page may take from the run that is watched
-OTHER_ROWS = 12  # of a screen that are not the table
+MAX_SHARE = 0.1  # of a core that watching may take from the run
+OTHER_ROWS = 12  # rows of the screen outside the table
 
 
 def report_of(records: Records) -> list[RenderableType]:
-    """Everything `distill report` shows of a run directory, finished or not: tables and lines."""
+    """Return everything that `distill report` shows of a run, finished or not: tables and lines."""
     result, root = records.result, records.run_dir.root
     parts = overview(records)
     if records.is_sweep and result.best:
         parts += measured(result.best.metrics, f"trial {result.best.id}")
-        parts.append(f"train at that point: {command(records.run_dir, records.log, result.best)}")
+        parts.append(f"train at this point: {command(records.run_dir, records.log, result.best)}")
     for stage in result.stages:
         parts += measured(stage.metrics, f"the {stage.stage}")
     parts += hang_lines(records.log)
@@ -40,13 +40,13 @@ def report_of(records: Records) -> list[RenderableType]:
 
 
 def overview(records: Records, only: Collection[str] | None = None) -> list[RenderableType]:
-    """How a run stands. `only`: as in `sweep_table`."""
+    """Return the status and summary of a run. `only` is as in `sweep_table`."""
     result, root = records.result, display_name(records.run_dir.root)
     return [f"{result.kind} {result.name} in {root}: {result.status} {result.reason or ''}".rstrip(), *summary(result, only)]
 
 
 def summary(result: RunResult, only: Collection[str] | None = None) -> list[RenderableType]:
-    """A sweep's trials, its points over several seeds and what they say, or a run's stages; teachers and notices."""
+    """Return a sweep's trials, points over seeds and conclusions, or a run's stages; then teachers and notices."""
     if result.trials is not None:
         tables = [sweep_table(result, rows_of(result), only), seed_table(result)]
         lines = [*verdict(result), *seeds_sentence(result)]
@@ -56,25 +56,25 @@ def summary(result: RunResult, only: Collection[str] | None = None) -> list[Rend
 
 
 def verdict(result: RunResult) -> list[str]:
-    """Which configuration won, why, where its step's time goes, and how sure that is."""
+    """Say which configuration won, why, where its step time goes, and how certain that is."""
     rows = rows_of(result)
     return [*lead(result, rows), *notes(result, rows)]
 
 
 def measured(metrics: Mapping[str, float], what: str) -> list[Table]:
-    """Where the time went, and what the nodes did meanwhile."""
+    """Return the tables of phase times and of the nodes' telemetry."""
     tables = (phase_table(metrics, f"a step of {what}"), node_table(metrics, f"the hardware under {what}: mean (peak)"))
     return list(filter(None, tables))
 
 
 def watch(directory: Path, console: Console, html: Path | None) -> Records:
-    """Follow a run until it is no longer running: the tables on the terminal, the page on disk. Returns how it stands then.
+    """Show a run on the terminal and update its page until it stops running; return its final records.
 
-    A run whose driver was killed and could not say so counts as interrupted.
+    A run whose driver was killed counts as interrupted.
 
     Raises:
-        ExperimentError: no run there, or the page cannot be written.
-        KeyboardInterrupt: the reader has seen enough.
+        ExperimentError: there is no run, or the page cannot be written.
+        KeyboardInterrupt: the user pressed Ctrl-C.
     """
     from service.report.page import write_page
 
@@ -87,7 +87,7 @@ def watch(directory: Path, console: Console, html: Path | None) -> Records:
             if console.is_interactive:
                 parts = [*overview(records, rows_on_screen(records.result, console.height)), *running_stage_lines(records)]
                 live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
-            elif (now := progress(records.result)) != shown:  # in a file: a line for every change
+            elif (now := progress(records.result)) != shown:  # not a terminal: print a line per change
                 console.print(now, soft_wrap=True)
                 shown = now
             write_page(records, html)
@@ -95,14 +95,14 @@ def watch(directory: Path, console: Console, html: Path | None) -> Records:
 
 
 def rows_on_screen(result: RunResult, height: int) -> set[str]:
-    """The trials of a sweep that fit on the screen: the best and those that ended last."""
+    """Return the trials of a sweep that fit on the screen: the best, and those that ended last."""
     ended = [row.id for row in result.rows if row.status not in UNFINISHED]
     room = max(4, height - OTHER_ROWS)
     return {*ended[-room:], *([result.best.id] if result.best else [])}
 
 
 def progress(result: RunResult) -> str:
-    """One line on how far a run is."""
+    """Describe the progress of a run in one line."""
     if result.trials is None:
         stages = ", ".join(stage.stage for stage in result.stages)
         return f"{result.name}: {result.status}" + (f", {stages} ended" if stages else "")

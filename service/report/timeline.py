@@ -1,4 +1,4 @@
-"""Figures over time, as pure functions of what stages wrote while they ran: loss, accuracy, epochs, speed, waits, hardware."""
+"""Figures over time, as pure functions of the stages' events: loss, accuracy, speed, data waits, hardware."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from service.report.charts import GREY, MAX_SERIES, PALETTE, Figure, add_band, d
 from service.report.records import Histories
 from trainables.rundir import final_names
 
-MAX_POINTS = 400  # of one line: more are not seen
+MAX_POINTS = 400  # per line: more are not visible
 MAX_FAINT = 60
 ACCURACIES = {"val/top1_pct": ("Accuracy", "top-1 %"), "val/cka": ("Agreement with the teacher", "CKA")}
 STEPS = (
@@ -29,18 +29,18 @@ STEPS = (
         "train/images_per_s",
     ),
 )
-"""Figure, title, unit, how to read it, metric, and the metrics of its lower and upper end."""
+"""Figure, title, unit, caption, metric, and the metrics of its lower and upper bound."""
 HARDWARE = (
     ("utilization", "GPU utilization", r"gpu\d+/util", "pct", "%", True),
     ("temperature", "GPU temperature", r"gpu\d+/temperature", "c", "°C", False),
     ("clocks", "GPU clocks (SM)", r"gpu\d+/sm_clock", "mhz", "MHz", False),
     ("cpu", "CPU use of the nodes", "cpu", "pct", "%", True),
 )
-"""Figure, title, metric of a node, its unit there and here, and whether the axis begins at zero."""
+"""Figure, title, metric of a node, the metric's unit suffix, the unit shown, and whether the axis starts at zero."""
 
 
 def recorded(histories: Histories, kind: str, *metrics: str) -> pd.DataFrame:
-    """The events of one kind that have these metrics, all finite: `what` (the stage), `epoch`, `at_s` since its start."""
+    """Return the events of a kind with finite `metrics`, the stage (`what`), `epoch`, and `at_s` since the stage began."""
     columns = ["what", "epoch", "at_s", *metrics]
     found = [
         (label, one["epoch"], (one["time_ms"] - lines[0]["time_ms"]) / 1e3, *(one["metrics"].get(name) for name in metrics))
@@ -54,21 +54,21 @@ def recorded(histories: Histories, kind: str, *metrics: str) -> pd.DataFrame:
 
 
 def downsampled(lines: pd.DataFrame) -> pd.DataFrame:
-    """At most `MAX_POINTS` of each stage, spread evenly, the last one among them."""
+    """Keep at most `MAX_POINTS` evenly spaced events per stage, including the last."""
     each = lines.groupby("what")
     is_shown: pd.Series = each.cumcount(ascending=False) % np.ceil(each["what"].transform("size") / MAX_POINTS) == 0
     return lines[is_shown]
 
 
 def clock(longest_s: float) -> tuple[str, float]:
-    """The unit that suits the longest of several times, and its seconds."""
+    """Return a suitable unit for times up to `longest_s`, and its length in seconds."""
     return ("s", 1.0) if longest_s < 180 else ("min", 60.0) if longest_s < 10_800 else ("h", 3600.0)
 
 
 def accuracy(histories: Histories, chosen: Sequence[str]) -> Figure | None:
-    """Validation accuracy against wall time, or without any the agreement with the teacher.
+    """Plot validation accuracy, or else agreement with the teacher, over wall time.
 
-    Those `chosen` by their label are in color, the n-th in the n-th one, others in the background.
+    The n-th of the `chosen` labels has the n-th color; others are in the background.
     """
     frames = {metric: recorded(histories, "epoch", metric) for metric in ACCURACIES}
     metric = next((metric for metric, frame in frames.items() if len(frame)), "")
@@ -84,15 +84,15 @@ def accuracy(histories: Histories, chosen: Sequence[str]) -> Figure | None:
         if trace.name in faint:
             trace.update(mode="lines", opacity=0.5, showlegend=False, line={"color": GREY, "width": 1, "dash": "solid"})
     plot.data = sorted(plot.data, key=lambda trace: trace.name not in faint)  # faint ones behind the others
-    caption = f"Validation {text.removesuffix(' %')} at each epoch's end, by the time since the stage began."
-    caption += f" In color: the best and the most accurate, of {len(chosen) + len(rest)}." if rest else ""
+    caption = f"Validation {text.removesuffix(' %')} at the end of each epoch, over the time since the stage began."
+    caption += f" In color: the best and the most accurate of {len(chosen) + len(rest)}." if rest else ""
     parts: Any = {"epochs": ("epoch", "last"), f"best {text}": (text, "max"), f"last {text}": (text, "last")}
     numbers = found.groupby("what", sort=False).agg(**parts, **{f"time {unit}": (unit, "last")}).reset_index()
     return figure("accuracy", f"{title} against wall time", caption, plot, numbers)
 
 
 def losses(histories: Histories) -> Figure | None:
-    """Training loss at the log lines, validation loss at the epochs' ends."""
+    """Plot the training loss at log lines, and the validation loss at the end of each epoch."""
     steps = downsampled(recorded(histories, "step", "train/loss")).rename(columns={"train/loss": "loss"})
     epochs = recorded(histories, "epoch", "val/loss").rename(columns={"val/loss": "loss"})
     if steps.empty and epochs.empty:
@@ -108,14 +108,14 @@ def losses(histories: Histories) -> Figure | None:
     return figure(
         "loss",
         "Loss",
-        "Lines are the training loss at its log lines, marks the validation loss at each epoch's end.",
+        "Lines are the training loss at log lines, markers the validation loss at the end of each epoch.",
         plot,
         numbers[["what", "epoch", "training", "validation"]],
     )
 
 
 def over_steps(histories: Histories) -> list[Figure]:
-    """Each metric of `STEPS` at the log lines, with the band of its span."""
+    """Plot each metric of `STEPS` at the log lines, with a band between its bounds."""
     found, labels = list[Figure](), list(histories)
     for id, title, unit, caption, metric, *span in STEPS:
         lines = downsampled(recorded(histories, "step", metric)).rename(columns={metric: unit})
@@ -130,7 +130,7 @@ def over_steps(histories: Histories) -> list[Figure]:
 
 
 def hardware(histories: Histories) -> list[Figure]:
-    """What GPUs and nodes did, a point per epoch or, of a timing trial, a point per trial."""
+    """Plot the telemetry of GPUs and nodes, with a point per epoch, or per trial if it only timed steps."""
     samples = [
         {"time_ms": one["time_ms"], "what": label, **final_names(one["metrics"])}
         for label, lines in histories.items()

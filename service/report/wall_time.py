@@ -1,4 +1,4 @@
-"""Where a run's wall time went, stage by stage: start, steps, evaluations, checkpoints, what lies between, and the end."""
+"""Break down a run's wall time by stage: start, training, evaluation, checkpoints, other, end, interruptions."""
 
 from collections.abc import Mapping
 
@@ -15,10 +15,10 @@ COLORS = dict(zip(("start", *PARTS, "end", "interruptions"), (GREY, BLUE, GREEN,
 
 
 def parts(entry: Outcome) -> dict[str, float]:
-    """Seconds of a stage or a trial by part, as `result.json` has it; {} where its clock is not on record.
+    """Return the seconds of a stage or trial by part, from `result.json`; {} if they were not recorded.
 
-    `start` is until the loop begins, `end` from its last record on. `interruptions` is what the driver waited beyond all
-    that: restarts, and work that a death took with it.
+    `start` lasts until the loop begins, `end` from its last record on. `interruptions` is the rest of the driver's wait:
+    restarts, and work lost to crashes.
     """
     m = entry.metrics
     if not m.keys() >= {*PARTS.values(), "wall_s"}:
@@ -29,7 +29,7 @@ def parts(entry: Outcome) -> dict[str, float]:
 
 
 def wall_time(entries: Mapping[str, Outcome], caption: str = "") -> Figure | None:
-    """The parts of stages or trials, by their labels."""
+    """Plot the parts of stages or trials, by their labels."""
     known = {label: found for label, entry in entries.items() if (found := parts(entry))}
     if not known:
         return None
@@ -50,10 +50,10 @@ def wall_time(entries: Mapping[str, Outcome], caption: str = "") -> Figure | Non
 
 
 def of_run(run: RunResult) -> Figure | None:
-    """The parts of a run's stages, and once it has ended what lies outside them."""
+    """Plot the parts of a run's stages; once it has ended, the caption has the time outside them."""
     inside_s = sum(sum(parts(stage).values()) for stage in run.stages)
     outside = ""
-    if run.status != "running" and run.seconds >= inside_s:  # a session that was killed left no time
-        outside = f" The run took {names.short(run.seconds)} s; {names.short(run.seconds - inside_s)} s of them lie outside "
-        outside += "its stages, where Ray starts and records are written."
+    if run.status != "running" and run.seconds >= inside_s:  # a killed session recorded no time
+        outside = f" The run took {names.short(run.seconds)} s, including {names.short(run.seconds - inside_s)} s outside its "
+        outside += "stages, to start Ray and write records."
     return wall_time({stage.stage: stage for stage in run.stages}, outside)

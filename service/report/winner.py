@@ -1,4 +1,4 @@
-"""What won, why, how sure that is, and how to run it: sentences made of a sweep's rows."""
+"""Sentences about a sweep: which trial won, why, how certain that is, and how to train with it."""
 
 import contextlib
 import json
@@ -23,19 +23,19 @@ from service.search.rows import probes
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
-BEYOND = 1.96  # standard errors that a difference has to be beyond
+BEYOND = 1.96  # standard errors that a difference must exceed
 ENDS = {"infeasible": " (cannot run on this cluster)", "oom": " (out of memory)"}
-"""What a status that does not say it itself means."""
+"""Explanations of statuses."""
 
 
 def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
-    """The first line of a report: the winner's point and what it reached."""
+    """Format the winner's point and what it reached."""
     reached = names.metrics_text(best.metrics, (name, "images_per_s", "epoch_s", "top1_pct"))
     return f"{names.point(best, unit, keys)}: {reached}"
 
 
 def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> str:
-    """The second line: what each of the winner's values gains over the next best one, the others unchanged."""
+    """Say how much each of the winner's values gains over the next best one, with the others unchanged."""
     keys, pick = axes(rows), max if mode == "max" else min
     compared = [row for row in ran(rows) if row.metrics.get(metric) is not None]
     sentences = []
@@ -51,13 +51,13 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
                 f"{names.at(key, value(best, key), unit)}: {describe_lead(best, runner_up, metric, mode)} {value(runner_up, key)}"
             )
     if not sentences:
-        what = names.label(metric).unit.removeprefix("% ")
-        return f"It has the {'most' if mode == 'max' else 'least'} {what} of {names.counted(len(compared), 'trial')} that ran."
-    return f"Compared with the next best value of each axis, the others unchanged: {'; '.join(sentences)}."
+        what, extreme = names.label(metric).unit.removeprefix("% "), "highest" if mode == "max" else "lowest"
+        return f"It has the {extreme} {what} of {names.counted(len(compared), 'trial')} that ran."
+    return f"Compared with the next best value of each axis, others unchanged: {'; '.join(sentences)}."
 
 
 def describe_lead(best: Row, runner_up: Row, metric: str, mode: str) -> str:
-    """How much better than another trial, or that the steps' spread leaves it open; the other one's value follows."""
+    """Say how much better the best trial is than another, or that it is within noise; the other's value is to follow."""
     a, b = float(best.metrics[metric]), float(runner_up.metrics[metric])
     compared = names.label(metric).compared
     if not compared or a <= 0 or b <= 0:
@@ -74,19 +74,19 @@ def describe_lead(best: Row, runner_up: Row, metric: str, mode: str) -> str:
 
 
 def ranking_metric(result: RunResult) -> tuple[str, str]:
-    """The metric that trials are compared by, and whether the most or the least is best. For the front of both it is speed."""
+    """Return the metric that ranks trials, and its mode, "max" or "min". For the front of speed and cost it is speed."""
     if result.metric == FRONT:
         return "images_per_s", "max"
     return (TIME_S if result.metric == TIME else result.metric), result.mode
 
 
 def bound(result: RunResult) -> list[str]:
-    """How much better another point may be, and what the search for one has cost."""
+    """Say how much better an untried point may be, and what the search has cost."""
     rows, search = probes(result.rows), result.search
     unmeasured, counted = sum(row.status in UNFINISHED for row in rows), names.counted(len(rows), "point")
     if search is not None:
         which = "each untrained point is at most" if result.metric == TIME else "no point is more than"
-        sure = f"With a probability of 90% {which} {search.bound_pct:.1f}% better; " if search.bound_pct is not None else ""
+        sure = f"With 90% probability, {which} {search.bound_pct:.1f}% better; " if search.bound_pct is not None else ""
         share = f", {search.grid_share:.0%} of what measuring every point briefly would take" if search.grid_share else ""
         tried = f"{len(rows) - unmeasured} of {counted} were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
         return [f"{sure}{tried}{share}.", f"Why the search ended: {search.why}."]
@@ -98,7 +98,7 @@ def bound(result: RunResult) -> list[str]:
 
 
 def without_result(rows: Sequence[Row]) -> list[str]:
-    """How many trials have no speed, and how they ended."""
+    """Say how many trials have no speed, and how they ended."""
     speeds = {row.id for row in ran(rows)}
     counts = Counter(row.status for row in ended(rows) if row.id not in speeds)
     order = sorted(counts, key=lambda status: (status == "infeasible", status))
@@ -108,7 +108,7 @@ def without_result(rows: Sequence[Row]) -> list[str]:
 
 
 def on_the_front(result: RunResult) -> list[str]:
-    """What a search for speed and cost has found: no other trial beats one of these in both."""
+    """List the Pareto front of a search for speed and cost: no other trial beats one of these in both."""
     if result.metric != FRONT or not result.search or not result.search.front:
         return []
     rows, unit = {row.id: row for row in rows_of(result)}, result.unit
@@ -121,7 +121,7 @@ def on_the_front(result: RunResult) -> list[str]:
 
 
 def doubts(result: RunResult) -> list[str]:
-    """What a reader has to know before believing the numbers."""
+    """Return caveats about the numbers."""
     sentences = []
     if any(row.metrics.get("epoch_projected") for row in result.rows):
         sentences.append("* projected from fewer steps than an epoch has")
@@ -133,7 +133,7 @@ def doubts(result: RunResult) -> list[str]:
 
 
 def memory_to_spare(result: RunResult) -> list[str]:
-    """Where the winner's peak leaves too little of a GPU's memory for a long run: that, and the next trial that leaves enough."""
+    """Warn if the winner leaves too little GPU memory for a long run, and name the next best trial that leaves enough."""
 
     def peak(row: TrialRow) -> float:
         return row.metrics.get("peak_memory_mib", 0.0) / row.metrics.get("gpu_memory_mib", math.inf)
@@ -148,10 +148,10 @@ def memory_to_spare(result: RunResult) -> list[str]:
 
 
 def command(run_dir: RunDir, log: RunLog, best: TrialRow) -> str:
-    """`distill train …` that trains at the winner's point, from the run's own experiment.
+    """Return the `distill train …` command that trains at the winner's point, from the run's own experiment.
 
-    The teacher, or the last assistant, that the sweep has trained is taken, where there is one; of a run in an object store a
-    copy of it, which a comment tells the user to make.
+    It uses the teacher, or last assistant, that the sweep has trained, if any; for a run in an object store, a copy of it, which
+    a comment asks the user to make.
     """
     is_copy, comment = uri_of(run_dir.root) is not None, ""
     values = dict(best.params)
@@ -173,7 +173,7 @@ def command(run_dir: RunDir, log: RunLog, best: TrialRow) -> str:
 
 
 def written(item: Any) -> str:
-    """A value as `--set` reads it back: JSON is YAML, and a text that YAML takes for text needs no quotes."""
+    """Format a value for `--set`: as JSON, which is YAML, or unquoted if YAML reads the text back unchanged."""
     if isinstance(item, str):
         with contextlib.suppress(ExperimentError):
             if strict_yaml.parse(item, "") == item:
@@ -182,7 +182,7 @@ def written(item: Any) -> str:
 
 
 def lead(result: RunResult, rows: Sequence[Row]) -> list[str]:
-    """Which of a sweep's trials won, why, by how much, and where its step's time goes."""
+    """Say which of a sweep's trials won, why, by how much, and where its step time goes."""
     best = best_of(result, rows)
     if best is None:
         count = f"{len(ended(rows))} of {names.counted(len(rows), 'trial')} have ended"
@@ -197,6 +197,6 @@ def lead(result: RunResult, rows: Sequence[Row]) -> list[str]:
 
 
 def notes(result: RunResult, rows: Sequence[Row]) -> list[str]:
-    """What else there is to know of a sweep: its front, what has no result, how sure the winner is."""
+    """Return further notes on a sweep: its front, trials without a result, and how certain the winner is."""
     sure = [*bound(result), *doubts(result)] if result.best is not None else []
     return [*on_the_front(result), *without_result(rows), *sure]

@@ -178,7 +178,7 @@ def test_a_home_of_nobody_is_refused(key: str, refuse: Refuse) -> None:
 
 
 def test_a_folder_of_logits_whose_name_no_disk_can_have_is_refused(refuse: Refuse) -> None:
-    assert "teacher.cache: must be a folder, and no path has the character NUL" in refuse(
+    assert "teacher.cache: must be a folder: a path cannot contain the character NUL" in refuse(
         "show", "digits", *sets('teacher.cache="/tmp/a\\0b"')
     )
 

@@ -1,4 +1,4 @@
-"""The configuration of one training job: frozen, typed, checked sections. Nothing here knows Ray, files or the sweep.
+"""The configuration of one training job as frozen, typed, validated sections; independent of Ray, files and sweeps.
 
 `service.config.experiment` composes the same sections into the experiment that a user writes.
 """

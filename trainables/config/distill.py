@@ -1,4 +1,4 @@
-"""Which methods distil, and how their weights change in time."""
+"""Configuration of distillation: which methods are used, and how their weights change over time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from trainables.config.section import Natural, NonNegative, Positive, Probabilit
 
 
 class MethodOptions(Section):
-    """The options of every distillation method; a method adds its own, and gives the defaults of its paper."""
+    """Options of every distillation method; each method adds its own and sets the defaults of its paper."""
 
-    weight: NonNegative = Field(1.0, description="of the method's loss")
-    warmup_epochs: NonNegative = Field(0.0, description="epochs in which the weight rises linearly from 0")
+    weight: NonNegative = Field(1.0, description="weight of the method's loss")
+    warmup_epochs: NonNegative = Field(0.0, description="epochs over which the weight rises linearly from 0")
     warmup_by: Literal["step", "epoch_from_0", "epoch_from_1"] = Field(
-        "step", description="it rises with every step, or once an epoch, to (number of the epoch)/warmup_epochs"
+        "step", description="raise the weight at every step, or once per epoch to (epoch number)/warmup_epochs"
     )
-    decay: Literal["none", "linear", "cosine"] = Field("none", description="how the weight falls to 0 at the last epoch's end")
-    student_taps: tuple[str, ...] | None = Field(None, description="where the student is read; absent: the method's own taps")
-    teacher_taps: tuple[str, ...] | None = Field(None, description="where the teacher is read; absent: the method's own taps")
+    decay: Literal["none", "linear", "cosine"] = Field(
+        "none", description="how the weight falls to 0 by the end of the last epoch"
+    )
+    student_taps: tuple[str, ...] | None = Field(None, description="taps of the student; absent: the method's defaults")
+    teacher_taps: tuple[str, ...] | None = Field(None, description="taps of the teacher; absent: the method's defaults")
 
     @property
     def calibration_images(self) -> int:
-        """Training images whose teacher's outputs the method's `calibrate` gets before the first step; 0: none."""
+        """How many training images' teacher outputs the method's `calibrate` gets before the first step; 0 for none."""
         return 0
 
     def weight_at(self, epoch: float, epochs: int) -> float:
-        """The weight when `epoch` epochs of `epochs` have passed."""
+        """Return the weight after `epoch` of `epochs` epochs."""
         counted = {"step": epoch, "epoch_from_0": math.floor(epoch), "epoch_from_1": math.floor(epoch) + 1}[self.warmup_by]
         risen = min(counted / self.warmup_epochs, 1.0) if self.warmup_epochs else 1.0
         done = min(epoch / epochs, 1.0)
@@ -37,39 +39,39 @@ class MethodOptions(Section):
 
 
 class InitStageOptions(MethodOptions):
-    """The options of a method that has an init stage."""
+    """Options of a method that has an init stage."""
 
-    init_epochs: Natural = Field(30, description="epochs before training in which the method's `init_terms` are trained; 0: none")
-    init_lr: Positive | None = Field(None, description="learning rate of these epochs; absent: the peak of optim")
+    init_epochs: Natural = Field(30, description="epochs before training that optimize the method's `init_terms`; 0: none")
+    init_lr: Positive | None = Field(None, description="learning rate of these epochs; absent: optim's peak learning rate")
 
 
 def init_epochs(options: MethodOptions) -> int:
-    """The length of a method's part of the init stage; 0: it has none."""
+    """Return the number of epochs of a method's init stage; 0 if it has none."""
     return options.init_epochs if isinstance(options, InitStageOptions) else 0
 
 
 class DistillConfig(Section):
-    """How the student learns: task_weight·CE + Σ over methods of weight·(its terms)."""
+    """The student's loss: task_weight·CE + Σ over methods of weight·(its terms)."""
 
     method: tuple[str, ...] = Field(
-        ("kd",), description="a method's name, several, or your own FILE.py:CLASS; none: the labels alone"
+        ("kd",), description="a method, a list of methods, or your own FILE.py:CLASS; none: train on labels only"
     )
     task_weight: NonNegative | None = Field(
-        None, description="weight of the labels' loss; absent: the largest default of the methods"
+        None, description="weight of the loss on the labels; absent: the largest default of the methods"
     )
     teacher_dropping: Probability = Field(
-        0.0, description="several teachers: probability that an image skips one whose loss is not its largest"
+        0.0, description="several teachers: probability that an image skips a teacher whose loss is not its largest"
     )
     options: dict[str, dict[str, Any]] = Field({}, description="method → its options; those of unused methods are ignored")
 
     @property
     def keys(self) -> dict[str, str]:
-        """The key of each method in `options` and in the records → its name: the class of FILE.py:CLASS → that."""
+        """Map each method's key in `options` and in the log to its name; FILE.py:CLASS has the key CLASS."""
         return {name.rpartition(":")[2]: name for name in self.method}
 
     @property
     def weighted(self) -> list[str]:
-        """The keys of the methods whose weight is not 0."""
+        """The keys of the methods with a nonzero weight."""
         return [key for key in self.keys if self.options.get(key, {}).get("weight") != 0]
 
     @field_serializer("method")
@@ -82,7 +84,7 @@ class DistillConfig(Section):
         if isinstance(method, list | tuple) and not method:
             raise ValueError("names no method: write one, such as kd, or none")
         if not isinstance(method, str | list | tuple):
-            raise ValueError(f"names a method, or a list of methods, such as kd, not {method!r}")
+            raise ValueError(f"must be a method or a list of methods, such as kd, not {method!r}")
         return () if method == "none" else (method,) if isinstance(method, str) else method
 
     @field_validator("method")

@@ -1,4 +1,4 @@
-"""Which models teach, and which stand between teacher and student."""
+"""Configuration of the models: student, teachers and assistants."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from trainables.errors import ModelError
 
 FOLDER_SCHEME = "local-dir:"
 HUB_SCHEMES = ("hf-hub:", "hf_hub:")
-"""Names of models with weights: a folder with a config.json of timm or transformers, a repository of the Hugging Face Hub."""
+"""Prefixes of models that come with weights: in a folder with timm's or transformers' config.json, or on the Hugging Face Hub."""
 ARGUMENTS = re.compile(rf"({FOLDER_SCHEME}.+?(?=\(\w+=)|(?!{FOLDER_SCHEME}).+?)\((.*)\)")
-"""A model's name, and the arguments of its constructor behind it; a folder's name may have parentheses too."""
+"""A model's name followed by the arguments of its constructor; a folder's name may contain parentheses too."""
 
 REUSE_SEPARATOR = "+"
-"""STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
+"""STUDENT+TEACHER is a student that uses the teacher's classifier, see `trainables.models.reused_classifier`."""
 
 
 def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:
-    """The name of a model that is built with these arguments, plain values, besides those in its name. Raises ModelError."""
+    """Add constructor arguments, plain values, to those already in a model's name. Raises ModelError."""
     written = ARGUMENTS.fullmatch(name)
     base, known = (written[1], keywords_of(written[2])) if written else (name, {})
     text = ", ".join(f"{key}={value!r}" for key, value in {**known, **arguments}.items())
@@ -32,7 +32,7 @@ def with_arguments(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def keywords_of(text: str) -> dict[str, Any]:
-    """`key=value, …` with plain values, as Python writes them. Raises ModelError: it is something else."""
+    """Parse `key=value, …` with Python literals as values. Raises ModelError for anything else."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -47,10 +47,10 @@ class ModelConfig(Section):
 
     model: str = Field(
         min_length=1,
-        description="a model of ours, torchvision or timm (`timm/NAME`), `local-dir:FOLDER`, `hf-hub:OWNER/NAME`, or your own "
+        description="a built-in, torchvision or timm (`timm/NAME`) model, `local-dir:FOLDER`, `hf-hub:OWNER/NAME`, or your own "
         "FILE.py:CLASS",
     )
-    args: dict[str, Any] = Field({}, description="further arguments of the library's constructor, plain values")
+    args: dict[str, Any] = Field({}, description="additional arguments for the library's constructor, plain values")
 
     @model_validator(mode="before")
     @classmethod
@@ -66,29 +66,29 @@ class StudentConfig(ModelConfig):
     weights: str | None = Field(
         None,
         min_length=1,
-        description="initial weights, as teacher.weights, with the classifier if its classes are the data's; absent: random",
+        description="initial weights, as teacher.weights, including the classifier if it has the data's classes; absent: random",
     )
     weights_key: str | None = Field(None, min_length=1, description="as teacher.weights_key")
-    freeze: bool = Field(False, description="train only its classifier")
+    freeze: bool = Field(False, description="train only the classifier")
 
 
 class WeightedConfig(ModelConfig):
-    """A model whose weights may be in a file, or come with its name, as `hf-hub:OWNER/NAME` and `local-dir:FOLDER` do."""
+    """A model whose weights may be in a file, or come with its name (`hf-hub:OWNER/NAME`, `local-dir:FOLDER`)."""
 
     image_size: ImageSize | None = Field(
         None,
-        description="height and width of its input; absent: the crops', or what its weights record if it takes no other",
+        description="height and width of its input; absent: that of the crops, or the size in its weights if it takes no other",
     )
-    mean: Mean | None = Field(None, description="per-channel mean of its input; absent: what its weights record, else data.mean")
+    mean: Mean | None = Field(None, description="per-channel mean of its input; absent: as in its weights, else data.mean")
     std: Std | None = Field(
         None,
-        description="per-channel deviation of its input; absent: what its weights record, else data.std",
+        description="per-channel std of its input; absent: as in its weights, else data.std",
     )
     weights_key: str | None = Field(
         None,
         min_length=1,
-        description="entry or prefix in a file of weights that is the model, such as `state_dict`; absent: the one that fits, "
-        "averages (EMA) first",
+        description="entry or key prefix of the model in a weights file, such as `state_dict`; absent: the one that fits, EMA "
+        "weights first",
     )
     weights: str | None = Field(
         None,
@@ -96,30 +96,30 @@ class WeightedConfig(ModelConfig):
     )
     classes: str | None = Field(
         None,
-        description="a .npy file of (K, D) floats, an embedding of each class: named in the .txt next to it, else in the data's "
-        "order",
+        description="a .npy file of (K, D) floats, one embedding per class; the .txt next to it names the classes, else they are "
+        "in the data's order",
     )
     logit_scale: Positive | None = Field(
-        None, description="logits are this times the cosine to `classes` or class means; absent: 100, CLIP's"
+        None, description="factor from the cosine to `classes` or class means to logits; absent: 100, as in CLIP"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] | None = Field(
-        None, description="of its forward passes; absent: as precision"
+        None, description="precision of its forward passes; absent: as precision"
     )
     fold_batch_norms: bool | None = Field(
         None,
-        description="fold its batch norms into its convolutions; absent: if its precision is bf16 or fp16",
+        description="fold its batch norms into its convolutions; absent: only in bf16 and fp16",
     )
     cache: str | None = Field(
         None,
         min_length=1,
-        description="a folder that all nodes share, which stores its and assistants' outputs for all runs",
+        description="folder shared by all nodes, in which all runs store the outputs of the teacher and the assistants",
     )
-    cache_top_k: Count | None = Field(None, description="store the k largest logits and the sum of the rest")
+    cache_top_k: Count | None = Field(None, description="store only the k largest logits and the sum of the rest")
     cache_epochs: Count | None = Field(
-        None, description="epochs with different augmentations, which then repeat; absent: all differ"
+        None, description="epochs with different augmentations, which then repeat; absent: all epochs differ"
     )
     cache_feature_dtype: Literal["float16", "fp8"] | None = Field(
-        None, description="how features are stored; fp8: e4m3; absent: float16"
+        None, description="dtype of stored features; fp8: e4m3; absent: float16"
     )
 
     @field_validator("cache")
@@ -128,7 +128,7 @@ class WeightedConfig(ModelConfig):
         if cache is not None and "://" in cache:
             raise ValueError("must be a folder that all nodes mount, not a URI")
         if cache is not None and "\0" in cache:
-            raise ValueError("must be a folder, and no path has the character NUL in it")
+            raise ValueError("must be a folder: a path cannot contain the character NUL")
         return cache
 
     @model_validator(mode="before")
@@ -143,17 +143,17 @@ class WeightedConfig(ModelConfig):
 
     @property
     def zero_shot(self) -> tuple[str, float] | None:
-        """The file and the scale."""
+        """The file of class embeddings and the logit scale; None without such a file."""
         return None if self.classes is None else (self.classes, self.scale)
 
     @property
     def scale(self) -> float:
-        """`logit_scale`, or CLIP's."""
+        """`logit_scale`, or CLIP's 100."""
         return self.logit_scale or 100.0
 
     @property
     def embeds_classes(self) -> bool:
-        """Whether its logits are cosines to an embedding of each class."""
+        """Whether its logits are scaled cosines to class embeddings."""
         return self.classes is not None
 
     @property
@@ -163,43 +163,39 @@ class WeightedConfig(ModelConfig):
 
 
 class TeacherOfSeveralConfig(WeightedConfig):
-    """One of several models that are imitated; it has been trained before."""
+    """One of several teachers; it must have been trained before."""
 
     weights: str = Field(min_length=1, description="as teacher.weights")
-    share: Positive = Field(1.0, description="its weight, divided by the sum of all")
+    share: Positive = Field(1.0, description="its weight relative to the sum over all teachers")
 
 
 class TeacherConfig(WeightedConfig):
-    """The model that is imitated."""
+    """The teacher model."""
 
-    weights: str | None = Field(
-        None,
-        description="a checkpoint, a published name, a file or folder, `hf-hub:OWNER/NAME`; absent: trained first",
-    )
     finetune: bool | None = Field(
         None,
-        description="train `weights` on the labels first, with a new classifier if the classes differ; absent: if they differ "
-        "and a method reads logits",
+        description="first fine-tune `weights` on the labels, with a new classifier if the classes differ; absent: only if they "
+        "differ and a method reads logits",
     )
     head: Literal["class_means"] | None = Field(
         None,
-        description="a classifier for `weights` without training: the cosine to the mean feature of each class",
+        description="a classifier for `weights` that needs no training: the cosine to the mean feature of each class",
     )
-    epochs: Count | None = Field(None, description="of its training or fine-tuning; absent: optim.epochs")
-    lr: Positive | None = Field(None, description="of its training or fine-tuning; absent: optim.lr")
-    lr_head: Positive | None = Field(None, description="of its classifier, as optim.lr_head; absent: teacher.lr")
+    epochs: Count | None = Field(None, description="epochs of its training or fine-tuning; absent: optim.epochs")
+    lr: Positive | None = Field(None, description="peak learning rate of its training or fine-tuning; absent: optim.lr")
+    lr_head: Positive | None = Field(None, description="peak learning rate of its classifier; absent: teacher.lr")
     layer_decay: LayerDecay | None = Field(None, description="as optim.layer_decay; absent: none")
     service: Annotated[Count, Field(le=1024)] | None = Field(
-        None, description="Ray actors that compute its outputs for all students, instead of a network in each worker"
+        None, description="number of Ray actors that compute its outputs for all students, instead of a teacher in each worker"
     )
     placement: Literal["auto", "whole", "sharded"] = Field(
         "auto",
-        description="whole in each worker, or its parameters sharded over the workers; auto: whole if that fits a GPU",
+        description="a whole copy in each worker, or its parameters sharded over the workers; auto: whole if it fits on a GPU",
     )
 
     @property
     def needs_training(self) -> bool:
-        """Whether it is a stage of the run before it teaches."""
+        """Whether the run must train it first, as a stage of its own."""
         return self.weights is None or bool(self.finetune)
 
     @property
@@ -212,6 +208,6 @@ class TeacherConfig(WeightedConfig):
 
 
 class AssistantConfig(ModelConfig):
-    """A model between teacher and student: it learns from the one before it and teaches the one after it."""
+    """A model between teacher and student: it learns from the model before it and teaches the one after it."""
 
-    epochs: Count | None = Field(None, description="of its training; absent: optim.epochs")
+    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")

@@ -1,4 +1,4 @@
-"""Optimizer, schedule and length of training."""
+"""Configuration of the optimizer, the schedule and the length of training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Schedule = Literal["constant", "step", "cosine", "wsd"]
 
 
 class LossOptimConfig(Section):
-    """An optimizer for one loss, where it differs from the section around it."""
+    """A separate optimizer for one loss; absent keys are those of the enclosing section."""
 
-    name: str | None = Field(None, min_length=1, description="as optim.name, dot apart; absent: the same")
+    name: str | None = Field(None, min_length=1, description="as optim.name, except dot; absent: the same")
     args: dict[str, Any] | None = Field(None, description="as optim.args; absent: the same")
     lr: Positive | None = Field(None, description="as optim.lr; absent: the same")
     schedule: Schedule | None = Field(None, description="as optim.schedule; absent: the same")
@@ -34,73 +34,73 @@ class OptimConfig(Section):
         "sgd",
         min_length=1,
         description="sgd, adamw, or one of timm.optim.list_optimizers(), such as lamb or muon; dot: the Distillation-Oriented "
-        "Trainer, SGD with a momentum for the task and one for the methods",
+        "Trainer, SGD with separate momenta for the task and the methods",
     )
-    args: dict[str, Any] = Field({}, description="what its constructor gets besides, such as betas: [0.9, 0.95]")
+    args: dict[str, Any] = Field({}, description="additional arguments for its constructor, such as betas: [0.9, 0.95]")
     losses: dict[str, LossOptimConfig] = Field(
-        {}, description="`task`, a method or METHOD/TERM → an optimizer of its own: what differs from this section"
+        {}, description="`task`, a method or METHOD/TERM → keys of this section that differ in an optimizer of its own"
     )
     delta: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.075, description="dot: the task's momentum is `momentum` minus this, the methods' plus this"
+        0.075, description="dot: the task's momentum is `momentum` minus delta, the methods' is `momentum` plus delta"
     )
     epochs: Count = Field(10, description="epochs of training")
     lr: Positive = Field(0.1, description="peak learning rate")
     lr_head: Positive | None = Field(None, description="peak learning rate of the classifier; absent: lr")
     layer_decay: LayerDecay | None = Field(
         None,
-        description="timm's models: each layer's rate is the next layer's times this; absent: all the same",
+        description="timm models: each layer's learning rate is that of the next layer times this; absent: all the same",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch; sqrt: by its root"
+        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch; sqrt: by its square root"
     )
-    lr_base_batch: Count = Field(256, description="global batch size for which lr is meant, with lr_scaling")
+    lr_base_batch: Count = Field(256, description="global batch size that lr is meant for, with lr_scaling")
     schedule: Schedule = Field(
         "cosine",
-        description="how the learning rate falls after the warm-up; cosine: to 0 at the end; wsd: it stays, and falls "
-        "linearly at the end",
+        description="how the learning rate falls after the warm-up; cosine: to 0 at the end; wsd: constant, then linear decay "
+        "at the end",
     )
     min_lr_factor: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="cosine and wsd: the share of lr that it falls to"
+        0.0, description="cosine and wsd: final learning rate as a fraction of lr"
     )
     cooldown_epochs: NonNegative = Field(
-        0.0, description="cosine and wsd: the last ones of epochs, in which lr has fallen to min_lr_factor"
+        0.0, description="cosine and wsd: final epochs in which the learning rate stays at min_lr_factor·lr"
     )
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="wsd: the share of the epochs in which it falls")
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="wsd: share of the epochs in which it decays")
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="step: epochs at which lr is multiplied by gamma")
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="step: factor at each milestone")
     warmup_epochs: NonNegative | Literal["auto"] = Field(
-        0.0, description="epochs in which the learning rate rises linearly to lr; auto: a tenth of epochs, at most 10"
+        0.0, description="epochs over which the learning rate rises linearly to lr; auto: a tenth of epochs, at most 10"
     )
-    warmup_steps: Natural = Field(0, description="the same in optimizer steps; not train.warmup_steps, which are not timed")
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of sgd and dot, and of timm's that have one")
-    nesterov: bool = Field(False, description="Nesterov momentum, of sgd")
-    weight_decay: NonNegative = Field(1e-4, description="of sgd and dot L2, of adamw decoupled")
+    warmup_steps: Natural = Field(0, description="the same in optimizer steps; unrelated to train.warmup_steps")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd, dot, and timm optimizers with one")
+    nesterov: bool = Field(False, description="sgd: use Nesterov momentum")
+    weight_decay: NonNegative = Field(1e-4, description="weight decay: L2 for sgd and dot, decoupled for adamw")
     decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
     accumulate: Count = Field(
-        1, description="micro-batches of a worker per optimizer step; one worker needs 2 to measure the noise_scale"
+        1, description="micro-batches of a worker per optimizer step; a single worker needs 2 to measure the noise_scale"
     )
     clip_grad_norm: Positive | None = Field(
         None,
-        description="largest L2 norm of a step's gradients, for each optimizer; absent: no clipping",
+        description="largest L2 norm of the gradients in a step, per optimizer; absent: no clipping",
     )
     clip_grad_value: Positive | None = Field(None, description="largest absolute value of a gradient; absent: no clipping")
     clip_grad_agc: Positive | None = Field(
         None,
-        description="adaptive gradient clipping: the largest ratio of a unit's gradient norm to its weight norm, the classifier "
-        "apart; absent: no clipping",
+        description="adaptive gradient clipping: largest ratio of a unit's gradient norm to its weight norm, except in the "
+        "classifier; absent: no clipping",
     )
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
         description="decay of an exponential moving average (EMA) of the weights, such as 0.9999; it rises from 0 in the first "
-        "steps. The averages are evaluated, and are what the checkpoints have for others; absent: no averages",
+        "steps. Evaluations use the average, and checkpoints provide it as the model; absent: no EMA",
     )
 
     @property
     def epochs_of_warmup(self) -> float:
-        """`warmup_epochs` as a number."""
+        """The value of `warmup_epochs`, with `auto` resolved."""
         return min(self.epochs / 10, 10.0) if self.warmup_epochs == "auto" else self.warmup_epochs
 
     def for_loss(self, key: str) -> OptimConfig:
-        """The section as it is for one loss."""
+        """Return this section with the overrides for one loss."""
         own = self.losses[key].model_dump(exclude_none=True)
         return OptimConfig.model_validate({**self.model_dump(), **own, "losses": {}})

@@ -1,4 +1,4 @@
-"""What every section of a configuration is: frozen, typed, checked; and the numbers that several have."""
+"""The base class of all configuration sections, and the number types that they share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ImageSize = Annotated[int, Field(ge=1, le=4096)]
 
 
 def _per_channel(written: Any, info: ValidationInfo) -> Any:
-    """Refuse what is of pixels in [0, 255] or of one channel, with what to write; the types refuse the rest."""
+    """Refuse values for pixels in [0, 255] or for one channel, and say what to write; the types refuse everything else."""
     values = list(written) if isinstance(written, list | tuple) else [written]
     if len(values) not in (1, 3) or not all(type(value) in (int, float) and 0 <= value <= 255 for value in values):
         return written
@@ -38,10 +38,10 @@ Std = Annotated[tuple[_Deviation, _Deviation, _Deviation], BeforeValidator(_per_
 
 
 def _refuse_booleans(schema: Any) -> Any:
-    """A pydantic schema whose integers and floats, at any depth, refuse booleans before anything else is checked.
+    """Make all integers and floats in a pydantic schema, at any depth, refuse booleans before any other check.
 
-    Python counts true as 1; a user who writes `true` for a number has mistaken the key. Each branch of a union and each element
-    of a list has its own error, which a validator of whole fields could not give. Sections inside have their own schemas.
+    Python counts true as 1, but a user who writes `true` for a number has mistaken the key. Each branch of a union and each
+    element of a list gets its own error, which a field validator could not give. Nested sections have their own schemas.
     """
     if isinstance(schema, list):
         return [_refuse_booleans(part) for part in schema]
@@ -54,7 +54,7 @@ def _refuse_booleans(schema: Any) -> Any:
 
 
 _NO_SCHEMAS = ("metadata", "serialization", "default", "config")
-"""Keys of a pydantic schema whose values are no schemas."""
+"""Keys of a pydantic schema whose values are not schemas."""
 
 
 def _refuse_boolean(error: Any, value: Any) -> Any:
@@ -64,7 +64,7 @@ def _refuse_boolean(error: Any, value: Any) -> Any:
 
 
 class Section(BaseModel):
-    """One frozen part of an experiment; unknown keys are refused, and so are booleans, infinities and NaN for any number."""
+    """One frozen part of an experiment; refuses unknown keys, and booleans, infinities and NaN as numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 

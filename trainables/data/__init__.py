@@ -1,1 +1,1 @@
-"""The input path: a source of images, an order, a decoder, an augmentation, and the loader that makes batches of them."""
+"""The input pipeline: a source of images, their order, a decoder, augmentation, and the loader that builds batches."""

@@ -1,6 +1,6 @@
-"""A stored sample to RGB pixels, exactly as `PIL.Image.open(file).convert("RGB")` gives them; gray of 16 bits is scaled to 8.
+"""Decode stored samples to RGB pixels exactly as `PIL.Image.open(file).convert("RGB")` does, but scale 16-bit gray to 8 bits.
 
-Shapes: H W pixels, of the image or of the part that is decoded.
+Shapes: H W pixels of the image, or of the decoded part.
 """
 
 import errno
@@ -19,48 +19,48 @@ from PIL.TiffImagePlugin import TiffImageFile
 from trainables.data.decoders import Pil
 from trainables.data.decoders.interface import Box, Decoded, Decoder, JpegHeader, read_header
 
-# PIL loads its plugins on first need, and threads that meet their first WebP at once could find the list half filled and
-# call a good file unidentified. The common formats come first, since PIL tries its plugins in the order of their loading.
+# PIL loads its plugins lazily, and threads that open their first WebP at the same time could see a half-filled list and call a
+# good file unidentified. `preinit` puts the common formats first, since PIL tries its plugins in loading order.
 Image.preinit()
 Image.init()
-# Of metadata that is damaged, and of images that are large: each image that is left out has its reason, and no other matters.
+# PIL warns about damaged metadata and large images; every skipped image has a reason of its own, so these are noise.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 Sample = bytes | memoryview | NDArray[np.uint8]
-"""A stored sample: an encoded image file of any format that PIL reads, or RGB pixels (H, W, 3)."""
+"""A stored sample: an encoded image in any format that PIL reads, or RGB pixels (H, W, 3)."""
 
 
 class UnreadableImageError(Exception):
-    """A file that holds no whole image; its text is the reason in one phrase."""
+    """The sample is not a complete image; the message is the reason in one phrase."""
 
 
 _FILE_ERRNOS = frozenset(
     (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 )
-"""What is wrong with a file itself. Others, EIO or ESTALE or ENOMEM, tell of a disk, a network or a machine, and may pass."""
+"""Errors of the file itself. Others (EIO, ESTALE, ENOMEM) point to a disk, a network or a machine, and may pass."""
 
 MAX_PIXELS = 2 * 89_478_485
-"""PIL refuses an image of more, which would take seconds and gigabytes."""
+"""PIL refuses larger images, which would take seconds and gigabytes."""
 _MAX_PIXELS_PER_BYTE = 1024
-"""Of a JPEG file, where 8 × 8 pixels take a bit or more, so that it has half as many at the most. What claims more would be
-decoded as grey for the most part."""
+"""Limit for a JPEG: 8 × 8 pixels take at least one bit, so that a real one has at most half as many. A file that claims more
+would decode to mostly gray."""
 _MAX_PIXELS_SCANNED = 2_000_000_000
-"""A progressive JPEG file comes in some ten scans, and each of them, however few its bytes, goes over the whole image."""
+"""Limit over all scans of a progressive JPEG: it has about ten, and each covers the whole image, however few its bytes."""
 _LONGEST_SIDE = 2**24
-"""Of a line of 8 bytes a pixel PIL counts the bits in an int, and calls it a lack of memory where they are more."""
+"""PIL counts the bits of a line, at 8 bytes per pixel, in an int, and reports an overflow as out of memory."""
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _LFS = b"version https://git-lfs"
 _BOMB = (
     f"more than {MAX_PIXELS // 10**6} million pixels, PIL's limit against decompression bombs; make it smaller, "
     "if it is a JPEG by `distill pack --max-side`"
 )
-_BITS_PER_SAMPLE = 258  # a tag of TIFF
+_BITS_PER_SAMPLE = 258  # the TIFF tag
 
 
 class StoredImage:
-    """A sample of known size, of which parts can be decoded; a JPEG file is decoded no further than they need.
+    """A sample of known size that can be decoded in part; a JPEG is decoded only as far as needed.
 
-    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels only when they are decoded.
+    Raises UnreadableImageError as `decode_image` does; for a JPEG's pixels, only when they are decoded.
     """
 
     def __init__(self, sample: Sample, decoder: Decoder) -> None:
@@ -70,7 +70,7 @@ class StoredImage:
             header = read_header(sample)
             if header is not None:
                 self.width, self.height = header.width, header.height
-                if reason := too_costly(self.width, self.height, sample, header.progressive):  # before any memory is taken
+                if reason := too_costly(self.width, self.height, sample, header.progressive):  # before allocating memory
                     raise UnreadableImageError(reason)
                 self._file = sample, header
                 return
@@ -79,37 +79,37 @@ class StoredImage:
         self.height, self.width = sample.shape[:2]
 
     def whole(self) -> NDArray[np.uint8]:
-        """All pixels (H, W, 3). May be read-only memory."""
+        """Return all pixels (H, W, 3), perhaps in read-only memory."""
         return self.part((0, 0, self.width, self.height))
 
     def part(self, box: Box) -> NDArray[np.uint8]:
-        """The pixels (H, W, 3) in `box`, which lies inside the image. May be read-only memory."""
+        """Return the pixels (H, W, 3) in `box`, which must lie inside the image, perhaps in read-only memory."""
         return self.decode(box).part(box)
 
     def decode(self, box: Box, shrink: int = 1) -> Decoded:
-        """At least the pixels in `box`, of an image `shrink` times smaller where the decoder can do that; see Decoder."""
+        """Decode at least the pixels in `box`, `shrink` times smaller if the decoder can; see Decoder."""
         if self._file is None:
             return Decoded(self._pixels_HWC, 0, 0, 1)
         data, header = self._file
         if decoded := self._decoder.decode(data, header, box, shrink):
             return decoded
-        shrink = shrink if isinstance(self._decoder, Pil) else 1  # what another refuses is PIL's to judge, all of it
+        shrink = shrink if isinstance(self._decoder, Pil) else 1  # PIL decodes all of what another decoder refuses
         pixels_HWC = np.asarray(decode_image(data, shrink=shrink))
-        for shrunk in {shrink, 1}:  # PIL does not shrink a strip that is narrower than `shrink`
+        for shrunk in {shrink, 1}:  # PIL does not shrink a strip narrower than `shrink`
             if pixels_HWC.shape[:2] == (-(-header.height // shrunk), -(-header.width // shrunk)):
                 return Decoded(pixels_HWC, 0, 0, shrunk)
         raise UnreadableImageError("truncated or damaged: two sizes")
 
 
 def decode_image(sample: Sample, *, reduced: bool = False, shrink: int = 1) -> Image.Image:
-    """The sample as an RGB image, pixels as by PIL's `convert("RGB")`.
+    """Decode the sample to an RGB image, with the pixels of PIL's `convert("RGB")`.
 
-    So alpha is dropped, palettes are looked up, CMYK is converted without a color profile, and EXIF rotation is not applied, as
-    torchvision's ImageFolder does. Not so gray of 16 bits, which PIL clips at 255: 0 … 65535 become 0 … 255.
+    As in torchvision's ImageFolder, alpha is dropped, palettes are looked up, CMYK is converted without a color profile, and EXIF
+    rotation is not applied. The exception is 16-bit gray, which PIL clips at 255: here 0 … 65535 become 0 … 255.
 
-    shrink: a JPEG file comes 1, 2, 4 or 8 times smaller; reduced: one of more than MAX_PIXELS does, as little as it takes.
-    Raises UnreadableImageError where the bytes are no image, are truncated or damaged, hold more than MAX_PIXELS, or numbers
-    whose range is unknown.
+    `shrink` decodes a JPEG 1, 2, 4 or 8 times smaller; `reduced` shrinks one of more than MAX_PIXELS as little as possible.
+    Raises UnreadableImageError if the bytes are not an image, are truncated or damaged, hold more than MAX_PIXELS, or have values
+    of unknown range.
     """
     if isinstance(sample, np.ndarray):
         return Image.fromarray(sample)
@@ -147,7 +147,7 @@ def _open(sample: bytes | memoryview, reduced: bool) -> ImageFile:
 def _to_rgb(image: ImageFile) -> Image.Image:
     if not image.mode.startswith(("I", "F")):
         return image.convert("RGB")
-    # PIL has 16 bits in a mode of their own, or in the one of 32: of PPM, which it scales to them, and before 10.3 of PNG
+    # PIL stores 16 bits in I;16, or in the 32-bit mode I: for PPM, which it scales to 16 bits, and for PNG before 10.3
     if not image.mode.startswith("I;16") and not (image.mode == "I" and image.format in ("PNG", "PPM")):
         raise UnreadableImageError(f"values of PIL's mode {image.mode}, whose range is unknown; save it with 8 or 16 bits")
     image.load()
@@ -157,13 +157,13 @@ def _to_rgb(image: ImageFile) -> Image.Image:
 
 @functools.cache
 def _to_8_bits(bits: int) -> NDArray[np.uint8]:
-    """For each number of so many bits its part of 255."""
+    """Return a table that scales each `bits`-bit value to [0, 255]."""
     highest = 2**bits - 1
     return np.asarray((np.arange(2**bits) * 255 + highest // 2) // highest, dtype=np.uint8)
 
 
 def with_shorter_side(image: Image.Image, side: int) -> Image.Image:
-    """The image resized (bilinear, antialiased) so that its shorter side has `side` pixels: torchvision's Resize, pixel by pixel.
+    """Resize (bilinear, antialiased) so that the shorter side has `side` pixels; the pixels equal those of torchvision's Resize.
 
     Raises UnreadableImageError for a strip so narrow that the result would have more than MAX_PIXELS.
     """
@@ -175,7 +175,7 @@ def with_shorter_side(image: Image.Image, side: int) -> Image.Image:
 
 
 def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive: bool, shrink: int = 1) -> str | None:
-    """Why an image of this size, as its header tells, is not decoded, `shrink` times smaller; None where it may be."""
+    """Return why an image with this header is too costly to decode `shrink` times smaller; None if it is not."""
     if width * height > MAX_PIXELS * shrink**2:
         return _BOMB
     if max(width, height) > _LONGEST_SIDE:
@@ -188,17 +188,17 @@ def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive
 
 
 def read_file(path: str) -> bytes:
-    """A file's bytes, in a third of the time that a file object takes to be made.
+    """Read a file in a third of the time that a file object takes.
 
-    Raises UnreadableImageError where the file is missing, forbidden or none; OSError, with its name, where disk or network fail.
+    Raises UnreadableImageError if it is missing, forbidden or not a file; OSError, with its name, if disk or network fails.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of an image's name would wait for ever
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would block forever
         try:
             size = os.fstat(file).st_size
-            data = os.read(file, size or 1)  # a file object would ask for more, each time giving up the GIL
+            data = os.read(file, size or 1)  # a file object would read more often, and give up the GIL each time
             while len(data) < size and (more := os.read(file, size - len(data))):
-                data += more  # a read that ends early hides a failure that the next one tells
+                data += more  # a short read may hide an error, which the next read raises
             return data
         finally:
             os.close(file)
@@ -210,5 +210,5 @@ def read_file(path: str) -> bytes:
 
 
 def _phrase(error: Exception) -> str:
-    """The first line of an exception's text, or its type where it has none."""
+    """Return the first line of an exception's text, or its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

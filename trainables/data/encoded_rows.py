@@ -1,4 +1,4 @@
-"""Rows of a batch that a loader leaves to the device: encoded, with the part of each image that is to be shown."""
+"""Rows of a batch that the loader leaves encoded for the device, each with the box to decode."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from trainables.data.decoders.interface import Box, JpegHeader
 
 
 class Region(NamedTuple):
-    """A row of a batch: `box` of a JPEG file, to be resized to the batch's pixels and, with `flip`, mirrored."""
+    """A row of a batch: the `box` of a JPEG to decode, resize to the batch's image size and, with `flip`, mirror."""
 
     row: int
     data: bytes | memoryview
@@ -17,15 +17,15 @@ class Region(NamedTuple):
 
 
 class EncodedRows(NamedTuple):
-    """The rows of one batch that are not decoded, in order."""
+    """The encoded rows of one batch, in order."""
 
     decoder: str
-    """What decodes them, by its name in REGION_DECODERS."""
+    """The name of their decoder in REGION_DECODERS."""
     regions: list[Region]
     threads: int
-    """How many threads of the CPU the device's decoder may use."""
+    """The number of CPU threads that the device's decoder may use."""
     skip: Callable[[Mapping[int, str]], None]
-    """Counts rows that turn out to hold no whole image, row → reason; whoever decodes leaves them out of the batch.
+    """Counts unreadable rows, row → reason; the decoder leaves them out of the batch.
 
-    Raises DataError where they are too many, as the loader does. Only in the thread that iterates over the loader.
+    Raises DataError if there are too many, as the loader does. Call it only in the thread that iterates over the loader.
     """

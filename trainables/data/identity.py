@@ -1,8 +1,8 @@
-"""What a stage's data is, so that a resumed one never trains on other data in silence.
+"""Fingerprint the data of a stage, so that a resumed stage never trains silently on other data.
 
-It costs no `stat` and no read per image: labels and names of all images, or the checksums in a packed set's index, and the
-contents of the few images that `sampled_sha256` reads. Of a large folder, a file that another one of the same name has replaced
-may go unseen.
+It needs no `stat` and no read per image: it hashes the labels and names of all images, or the checksums in a packed set's index,
+and the contents of the few images that `sampled_sha256` reads. In a large folder, a replaced file of the same name may go
+unnoticed.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from trainables.data.interface import Source
 from trainables.errors import DataError, first_three
 
 SAMPLED = 256
-"""Files whose contents a fingerprint reads. Of images preprocessed anew nearly all change, so that a few tell; to open a million
-on a network disk takes minutes."""
+"""The number of files whose contents a fingerprint reads. Preprocessing changes nearly all images, so that a few reveal it;
+opening a million on a network disk takes minutes."""
 _HASHES = {"labels": "labels", "order": "names or order"}
 _RESTORE = "restore the data, or choose another --out"
 
 
 def data_identity(train: Source, val: Source) -> DataIdentity:
-    """Raises DataError: the disk or the network fails."""
+    """Fingerprint both splits. Raises DataError if the disk or the network fails."""
     return DataIdentity(classes=train.classes, train=_split_identity(train), val=_split_identity(val))
 
 
@@ -37,7 +37,7 @@ def _split_identity(source: Source) -> SplitIdentity:
 
 
 def data_changes(before: DataIdentity, now: DataIdentity) -> list[str]:
-    """What of the images has changed, a line each; the classes are the same."""
+    """Describe each change between two data sets with the same classes."""
     changes = []
     for split in ("train", "val"):
         old, new = getattr(before, split), getattr(now, split)
@@ -45,7 +45,7 @@ def data_changes(before: DataIdentity, now: DataIdentity) -> list[str]:
             changes.append(f"{split} had {old.num_images} images and has {new.num_images}")
             continue
         differing = [words for name, words in _HASHES.items() if getattr(old, name) != getattr(new, name)]
-        if not differing and old.contents != new.contents:  # which change with the order, too
+        if not differing and old.contents != new.contents:  # contents also change with the order
             differing = ["contents"]
         if differing:
             changes.append(f"the {' and the '.join(differing)} of the {split} images changed")
@@ -53,9 +53,9 @@ def data_changes(before: DataIdentity, now: DataIdentity) -> list[str]:
 
 
 def check_same_data(trained: str, before: DataIdentity, now: DataIdentity, *, accept: bool) -> list[str]:
-    """What has changed since `trained`, a run or a checkpoint, was trained; [] where it is the same data.
+    """Return what has changed since `trained`, a run or a checkpoint, was trained; [] if the data is the same.
 
-    Raises DataError: the data has changed and that is not accepted; or its classes have, which cannot be.
+    Raises DataError if the data has changed without `accept`, or if its classes have changed.
     """
     if before.classes != now.classes:
         raise DataError(
@@ -82,9 +82,9 @@ def _class_changes(before: Sequence[str], now: Sequence[str]) -> str:
 
 
 def sampled_sha256(source: Source) -> bytes:
-    """A hash over what is in SAMPLED files spread evenly over a source's, or in all; where one cannot be read, over why.
+    """Hash the contents of SAMPLED evenly spread files, or of all if there are fewer; of an unreadable one, the reason.
 
-    Training skips what it cannot read. Raises DataError where the disk or the network fails.
+    Training skips unreadable images. Raises DataError if the disk or the network fails.
     """
     digest, count = hashlib.sha256(), min(len(source), SAMPLED)
     for number in range(count):

@@ -1,4 +1,4 @@
-"""The interface of a source of images. Shapes: N samples of the split, R samples of a read, H=W pixels, C=3 channels."""
+"""The interface of image sources. Shapes: N samples of the split, R samples per read, H=W pixels, C=3 channels."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -17,61 +17,61 @@ _NAMES_AT_ONCE = 1 << 16
 
 
 class Source(ABC):
-    """One split of a set of images. Reading is safe from several threads at once."""
+    """One split of a set of images. Reading is thread-safe."""
 
     classes: tuple[str, ...]
-    """Class names; a label is an index into them. The same for both splits; empty: images without labels."""
+    """Class names, indexed by the labels; the same for both splits, and empty without labels."""
     labels_N: NDArray[np.int64]
     """The label of every sample; -1 without labels."""
     shard_sizes: Sequence[int] | None = None
-    """Of a source whose samples lie in shards, one after the other: the samples of each; their sum is the source's length."""
+    """The number of samples in each shard, in order; None for a source without shards. They sum to the source's length."""
     size: int | None = None
-    """Height and width of every image where all are stored as pixels of one size: `read_batch` is faster then."""
+    """Height and width of all images if they are stored as pixels of one size, which `read_batch` reads faster; else None."""
     has_checksums: bool = False
-    """Whether `fingerprint` is made of checksums in an index, without a look at the images."""
+    """Whether `fingerprint` hashes checksums from an index and reads no image."""
 
     def __len__(self) -> int:
         return len(self.labels_N)
 
     @property
     def sets(self) -> "tuple[Source, ...]":
-        """The sets of which it is made, `data.path`'s first."""
+        """The sets that make up this source; `data.path`'s is first."""
         return (self,)
 
     def order(self, data: DataConfig, split: Split, seed: int) -> Order:
-        """The order in which its samples are read."""
+        """Return the order in which to read the samples."""
         sizes = self.shard_sizes
         return Order(split, data.shuffle, seed=seed, num_samples=len(self), shard_sizes=sizes, repeats=data.repeats)
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """The sample's name for messages."""
+        """Return the sample's name for messages."""
 
     @abstractmethod
     def read(self, index: int) -> Sample:
-        """The sample as it is stored. Raises UnreadableImageError where it cannot be read, OSError where disk or network fail."""
+        """Read the stored sample. Raises UnreadableImageError if it is unreadable, OSError if the disk or network fails."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash of the samples and their order: two sources with one fingerprint show the same image at each index."""
+        """Hash the samples and their order: sources with equal fingerprints have the same image at each index."""
 
     def order_sha256(self) -> str:
-        """A hash over the names of all samples in their order."""
+        """Hash the names of all samples, in order."""
         return sha256_of_names([self.name(index) for index in range(len(self))])
 
     def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
-        """The pixels of these samples, where all have one `size`, into `out_RHWC`. Raises DataError: see the source."""
+        """Read the pixels of these samples into `out_RHWC`; only if `size` is set. Raises DataError as the source defines."""
         raise NotImplementedError
 
     def follow(self, order: Order, epoch: int, position: int) -> None:  # noqa: B027
-        """What `order` has from this position on will be read next; called as reading goes on."""
+        """Announce that `order` will be read from this position on; called repeatedly as reading proceeds."""
 
     def close(self) -> None:  # noqa: B027
-        """Free a copy, a cache or threads on this node now, not with the last reference. The source is read no more."""
+        """Release local copies, caches and threads now. The source cannot be read afterward."""
 
 
 def sha256_of_names(names: Sequence[str]) -> str:
-    """A hash over names in their order, a million of them in a tenth of a second. They may have bytes that are no UTF-8."""
+    """Hash names in order, a million in a tenth of a second. They may contain bytes that are not UTF-8."""
     digest = hashlib.sha256()
     for begin in range(0, len(names), _NAMES_AT_ONCE):
         joined = "\0".join(names[begin : begin + _NAMES_AT_ONCE])

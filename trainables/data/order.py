@@ -1,6 +1,7 @@
-"""Which sample stands at which position of an epoch: a pure function of (seed, epoch, position), and a rank's share of it.
+"""The order of samples in an epoch, a pure function of (seed, epoch, position), and each rank's part of it.
 
-Shapes: B positions, N samples of the split, S blocks (shards, or runs of neighbours) of N samples in all.
+Shapes: B positions, N samples of the split, S blocks (shards, or runs of neighbors) with N samples in total, G slots of a global
+batch, R slots of it that are looked up.
 """
 
 import math
@@ -15,31 +16,31 @@ from trainables.config.data import shuffle_window
 Split = Literal["train", "val"]
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""SplitMix64's step: 2⁶⁴ divided by the golden ratio."""
+"""The increment of SplitMix64: 2⁶⁴ divided by the golden ratio."""
 REPEAT = 1 << 40
-"""A view of an image, by which it is augmented, is its index + REPEAT · the number of its repeat in the epoch, from 0."""
-_ROUNDS = 10  # 4 are pseudorandom for large N (Luby & Rackoff 1988); a domain of a few values needs more to come near uniform
-_SAMPLES, _BLOCKS, _WINDOW, _SLOTS = 1, 2, 3, 4  # what a key is for
-_BLOCK_SAMPLES = 256  # of a source without shards
+"""A view, which seeds an image's augmentation, is the image's index + REPEAT · the number of its repeat in the epoch, from 0."""
+_ROUNDS = 10  # 4 are pseudorandom for large N (Luby & Rackoff 1988); small domains need more to be close to uniform
+_SAMPLES, _BLOCKS, _WINDOW, _SLOTS = 1, 2, 3, 4  # first word of a key: what it permutes
+_BLOCK_SAMPLES = 256  # for a source without shards
 
 
 def sample_at(seed: int, epoch: int, positions_B: NDArray[np.int64], num_samples: int) -> NDArray[np.int64]:
-    """The samples (B,) at `positions_B` of an epoch that is shuffled as a whole; both lie in [0, `num_samples`).
+    """Return the samples (B,) at `positions_B` of a fully shuffled epoch; both lie in [0, `num_samples`).
 
-    A permutation for each (seed, epoch), found position by position: memory and time depend on B alone. `seed` and `epoch`
-    are in [0, 2**64). See `permuted`.
+    Each (seed, epoch), both in [0, 2**64), gives a permutation that is evaluated per position (see `permuted`): memory and time
+    depend on B only.
     """
     return permuted((_SAMPLES, seed, epoch), positions_B, num_samples)
 
 
 def permuted(key: tuple[int, ...], values_B: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The images (B,) of `values_B` under a permutation of [0, `size`) that `key` chooses.
+    """Map `values_B` (B,) by the permutation of [0, `size`) that `key` selects.
 
-    The generalised Feistel cipher of Black & Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, section 5: a value
-    is a pair in [0, a) × [0, b) with a·b just above `size`, the halves take turns to be shifted by a keyed hash of the other,
-    and what falls outside [0, `size`) goes round again. Round r's hash of x is output x of a SplitMix64 stream of its own.
+    This is the generalized Feistel cipher of Black & Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, section 5: a
+    value is a pair in [0, a) × [0, b) with a·b just above `size`, each half in turn is shifted by a keyed hash of the other, and
+    values outside [0, `size`) are encrypted again. The hash of x in round r is output x of that round's SplitMix64 stream.
     """
-    # With a and b odd every shift of a row would be an even permutation, and so would be all that follows from them.
+    # with a and b odd, every shift would be an even permutation, and so would every product of shifts
     a = 2 * math.ceil(math.sqrt(max(size, 1)) / 2)
     b = max(1, -(-size // a))
     keys_R = _stream(key, _ROUNDS)
@@ -50,7 +51,7 @@ def permuted(key: tuple[int, ...], values_B: NDArray[np.int64], size: int) -> ND
 
 
 def _feistel(keys_R: NDArray[np.uint64], values_B: NDArray[np.uint64], a: int, b: int) -> NDArray[np.uint64]:
-    """One pass of the cipher over [0, a·b)."""
+    """Apply the cipher once over [0, a·b)."""
     golden, one, rows, columns = (np.uint64(value) for value in (GOLDEN, 1, a, b))
     high_B, low_B = values_B // columns, values_B % columns
     for number, key in enumerate(keys_R):
@@ -62,7 +63,7 @@ def _feistel(keys_R: NDArray[np.uint64], values_B: NDArray[np.uint64], a: int, b
 
 
 def _stream(key: tuple[int, ...], count: int) -> NDArray[np.uint64]:
-    """The first `count` numbers of the SplitMix64 stream whose start is hashed from `key`, word by word."""
+    """Return the first `count` numbers of the SplitMix64 stream whose start is a hash of the words of `key`."""
     start = np.zeros(1, dtype=np.uint64)
     for word in key:
         start = mix64(start + np.uint64(word))
@@ -81,12 +82,12 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Order:
-    """The order of one split, by `data.shuffle`; validation is always read as stored.
+    """The order of one split, as `data.shuffle` sets it; validation is always read as stored.
 
-    `full`: `sample_at`. `none`: as stored. `window(n)`: blocks in random order one behind the other, and each stretch of n
-    samples of that row shuffled in itself; blocks are the source's shards, or else 256 neighbours. This is a pure function of
-    (seed, epoch, position) too, and holds 32 bytes a block. In training `repeats` n show each of the first n-th of the samples
-    n times: Hoffer et al. 2019, "Augment your batch", and an epoch is as long as without.
+    `full`: `sample_at`. `none`: as stored. `window(n)`: the blocks (shards, or else 256 neighbors) are concatenated in random
+    order, and each window of n samples in this sequence is shuffled; this too is a pure function of (seed, epoch, position), and
+    needs 32 bytes per block. In training, `repeats` n shows the first 1/n of the samples n times each (Hoffer et al. 2019,
+    "Augment your batch"); the length of an epoch does not change.
     """
 
     repeats = 1
@@ -109,18 +110,18 @@ class Order:
             cuts = np.arange(0, num_samples + _BLOCK_SAMPLES, _BLOCK_SAMPLES).clip(max=num_samples)
             self._sizes_S: NDArray[np.int64] = np.diff(cuts) if shard_sizes is None else np.array(shard_sizes, dtype=np.int64)
             self._starts_S: NDArray[np.int64] = np.cumsum(self._sizes_S) - self._sizes_S
-            self._row = self._lay_out(epoch=0)
+            self._sequence = self._shuffle_blocks(epoch=0)
 
     @property
     def num_shown(self) -> int:
-        """How many samples an epoch shows: those at the positions before."""
+        """Number of samples that an epoch shows, at positions [0, `num_shown`)."""
         return math.ceil(self.num_samples / self.repeats)
 
     def views(self, epoch: int, begin: int, end: int, rank: int, world_size: int) -> NDArray[np.int64]:
-        """A rank's part of the global batch [begin, end) of an epoch, see `REPEAT`.
+        """Return a rank's views (see `REPEAT`) of the global batch [begin, end) of an epoch.
 
-        In a batch the first repeats come before the second ones. So neighbors, which may be mixed, are different images, and
-        repeats of an image are on different ranks, as far as there are such.
+        In a batch, all first repeats come before the second ones. So neighbors, which may be mixed, are different images, and
+        repeats of an image are on different ranks if possible.
         """
         slots_G = np.arange(begin, end)
         slots_G = slots_G[np.argsort(slots_G % self.repeats, kind="stable")]
@@ -129,7 +130,7 @@ class Order:
         return views_B
 
     def at(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples (B,) at `positions_B` of an epoch, in [0, num_samples)."""
+        """Return the samples (B,) at `positions_B` of an epoch, in [0, num_samples)."""
         if self._window:
             return self._in_blocks(epoch, self._in_windows(epoch, positions_B))
         if self._shuffle == "none":
@@ -137,7 +138,7 @@ class Order:
         return sample_at(self._seed, epoch, positions_B, self.num_samples)
 
     def _in_windows(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions in the row of blocks: each window is a permutation of its own."""
+        """Map positions to positions in the block sequence, with a permutation per window."""
         windows_B, found_B = positions_B // self._window, positions_B.copy()
         for window in np.unique(windows_B).tolist():
             here, first = windows_B == window, window * self._window
@@ -146,28 +147,28 @@ class Order:
         return found_B
 
     def _in_blocks(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at positions in the row of blocks."""
-        if self._row[0] != epoch:
-            self._row = self._lay_out(epoch)
-        _, row_S, ends_S = self._row
+        """Return the samples at positions in the block sequence."""
+        if self._sequence[0] != epoch:
+            self._sequence = self._shuffle_blocks(epoch)
+        _, shuffled_S, ends_S = self._sequence
         slots_B = np.searchsorted(ends_S, positions_B, side="right")
-        blocks_B = row_S[slots_B]
+        blocks_B = shuffled_S[slots_B]
         samples_B: NDArray[np.int64] = self._starts_S[blocks_B] + positions_B - (ends_S[slots_B] - self._sizes_S[blocks_B])
         return samples_B
 
-    def _lay_out(self, epoch: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-        """The epoch, its blocks in the order of their row, and where in the row each ends."""
+    def _shuffle_blocks(self, epoch: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """Return the epoch, its block sequence, and the position at which each block of the sequence ends."""
         num_blocks = len(self._sizes_S)
-        row_S = permuted((_BLOCKS, self._seed, epoch), np.arange(num_blocks), num_blocks)
-        return epoch, row_S, np.cumsum(self._sizes_S[row_S])
+        shuffled_S = permuted((_BLOCKS, self._seed, epoch), np.arange(num_blocks), num_blocks)
+        return epoch, shuffled_S, np.cumsum(self._sizes_S[shuffled_S])
 
 
 class MixedOrder(Order):
-    """The order of several sets that lie one behind the other: `counts` samples of each are in every batch.
+    """The order of several concatenated sets: every batch has `counts` samples of each.
 
-    An epoch is one pass over the first set; the last batch of a pass may have fewer of it, unless `drop` leaves that out. The
-    others go on where the batch before ended, in the next pass where one is over. Which slot of a batch is which set's is drawn
-    by chance, so that neighbours are a random pair; a set's samples come in the order of its slots.
+    An epoch is one pass over the first set; its last batch may have fewer of them, unless `drop` skips it. The other sets
+    continue where the previous batch ended, and start the next pass when one is over. The slots of a batch are assigned to sets
+    at random, so that neighbors are a random pair; each set fills its slots in order.
     """
 
     def __init__(self, orders: Sequence[Order], counts: Sequence[int], *, seed: int, drop: bool) -> None:
@@ -178,15 +179,15 @@ class MixedOrder(Order):
         self.num_samples = self._steps * self.batch - max(0, self._steps * counts[0] - own)
 
     def starts(self, epoch: int, step: int) -> list[tuple[Order, int, int]]:
-        """The order of each set, and the pass and the position in it where a batch begins."""
+        """Return each set's order, and the pass and the position in it at which a batch begins."""
         found = [(self._orders[0], epoch, step * self._counts[0])]
         for number, (order, count) in enumerate(zip(self._orders[1:], self._counts[1:], strict=True), 1):
             passed, position = divmod((epoch * self._steps + step) * count, order.num_samples)
-            found.append((order, (number << 40) + passed, position))  # sets of one size are shuffled apart
+            found.append((order, (number << 40) + passed, position))  # sets of equal size are shuffled differently
         return found
 
     def at(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples (B,) at `positions_B` of an epoch, numbered through all sets."""
+        """Return the samples (B,) at `positions_B` of an epoch, as indices into the concatenated sets."""
         samples_B, steps_B = np.empty_like(positions_B), positions_B // self.batch
         for step in np.unique(steps_B).tolist():
             here = steps_B == step
@@ -201,12 +202,12 @@ class MixedOrder(Order):
         for number, (order, passed, position) in enumerate(self.starts(epoch, step)):
             here = sets_G[slots_R] == number
             nth_G = np.cumsum(sets_G == number) - 1
-            samples_R[here] = self._firsts[number] + _going_on(order, passed, position + nth_G[slots_R[here]])
+            samples_R[here] = self._firsts[number] + _at_wrapped(order, passed, position + nth_G[slots_R[here]])
         return samples_R
 
 
-def _going_on(order: Order, passed: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The samples (B,) at positions that go on in the passes after this one."""
+def _at_wrapped(order: Order, passed: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the samples (B,) at positions that may extend into the passes after `passed`."""
     samples_B, passes_B = np.empty_like(positions_B), positions_B // order.num_samples
     for more in np.unique(passes_B).tolist():
         here = passes_B == more
@@ -215,7 +216,7 @@ def _going_on(order: Order, passed: int, positions_B: NDArray[np.int64]) -> NDAr
 
 
 def rank_part(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """A rank's contiguous half-open part of [start, stop), sized as by `np.array_split`: larger parts first, some empty."""
+    """Return a rank's half-open part of [start, stop), sized as by `np.array_split`: larger parts first, some may be empty."""
     size, larger = divmod(stop - start, world_size)
     begin = start + rank * size + min(rank, larger)
     return begin, begin + size + (rank < larger)

@@ -1,4 +1,4 @@
-"""Where images come from, by `data.path`: a name in SOURCES, a packed set, another known layout, or an image folder."""
+"""Open the source that `data.path` names: an entry of SOURCES, a packed set, another known layout, or an image folder."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -30,17 +30,17 @@ SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
 
 
 def open_source(data: DataConfig, split: Split) -> Source:
-    """One split of what `data.path` names, in training with what `data.more` does.
+    """Open one split of `data.path`; for training, together with the sets of `data.more`.
 
-    Raises DataError where it is missing, empty or inconsistent.
+    Raises DataError if it is missing, empty or inconsistent.
     """
     if data.more and split == "train":
         return open_mixed(data, partial(open_source, split=split))
     if data.val_share and (data.path in SOURCES or _is_packed(data)):
-        raise DataError(f"data.val_share: {data.path} has a validation split of its own: leave data.val_share out")
+        raise DataError(f"data.val_share: {data.path} has a validation split of its own; leave data.val_share out")
     if named := SOURCES.get(data.path):
         if os.path.isdir(data.path):
-            notice(f"data.path: {data.path} is the data set of that name, not the folder here: for that write ./{data.path}")
+            notice(f"data.path: {data.path} is the built-in data set, not the folder; for the folder, write ./{data.path}")
         source = named(data, split)
         if not data.labels:
             notice(f"data.labels: false: the labels of {data.path} are not used")
@@ -57,13 +57,13 @@ def open_source(data: DataConfig, split: Split) -> Source:
             raise type(refusal)(f"data.path: {refusal}")
         if kind is None and not data.labels and root.is_dir():
             raise DataError(f"data.path: {data.path} {NO_IMAGES}; add some, or give another folder")
-        return LayoutSource(data, root, kind or IMAGE_FOLDER, split)  # whose refusal describes what is wanted
+        return LayoutSource(data, root, kind or IMAGE_FOLDER, split)  # its error describes the expected layout
     except OSError as error:
         raise DataError(f"data.path: {error.filename or root} cannot be read: {error.strerror}") from None
 
 
 def refuse_single_class(classes: Sequence[str], where: str) -> None:
-    """Raises DataError where there is nothing to tell apart: the cross-entropy of one class is 0."""
+    """Raise DataError if there is only one class: its cross-entropy is always 0."""
     if len(classes) == 1:
         raise DataError(f"{where} has one class only, {', '.join(classes)}; a classifier needs images of two or more")
 
@@ -73,15 +73,15 @@ def _is_packed(data: DataConfig) -> bool:
 
 
 def check_placement(data: DataConfig) -> None:
-    """Raises DataError: a `data.stage` does not fit the source."""
+    """Raise DataError if `data.stage` does not fit the source."""
     if data.stage != "none" and not _is_packed(data):
         raise DataError(f"data.stage: {data.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
 
 
 def open_on_node(data: DataConfig, split: Split) -> Source:
-    """`open_source` for a worker, which reads many epochs: from its node's copy, as `data.stage` says.
+    """Open a source for a worker, which reads many epochs: from the node's copy, as `data.stage` says.
 
-    Raises DataError also where that does not fit the source or the node.
+    Raises DataError as `open_source` does, and if `data.stage` does not fit the source or the node.
     """
     if data.more and split == "train":
         return open_mixed(data, partial(open_on_node, split=split))

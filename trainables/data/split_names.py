@@ -14,7 +14,7 @@ SPLIT_NAMES: dict[Split, tuple[tuple[str, ...], ...]] = {
     "train": (("train", "training"),),
     "val": (("val", "valid", "validation", "dev"), ("test", "testing", "eval")),
 }
-"""The names of each split in the order of their preference; those of one group mean the same. Compared without case."""
+"""The names of each split, in order of preference; names in a group are synonyms. Case is ignored."""
 SPLIT_OF: dict[str, Split] = {name: split for split, groups in SPLIT_NAMES.items() for group in groups for name in group}
 PURPOSES: dict[Split, str] = {"train": "training", "val": "validation"}
 _NOT_DATA = frozenset(
@@ -23,16 +23,16 @@ _NOT_DATA = frozenset(
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name is the system's or an editor's, as .ipynb_checkpoints and ._x.jpg, and never data."""
+    """Whether a name belongs to the system or an editor, such as .ipynb_checkpoints or ._x.jpg, and is never data."""
     return name.startswith(".") or name.lower() in _NOT_DATA
 
 
 def choose_splits(found: Mapping[str, T], where: str) -> dict[Split, T]:
-    """The value that each split has in `found`, by the names that a source has, in any case; a split without one is left out.
+    """Choose the value of each split from `found`, which maps a source's names (in any case) to values; omit missing splits.
 
-    A notice says where a set that is called test is the validation set, and where a test set is not used.
+    A notice says when a test set is used for validation, and when it is not used. `where` names the source in messages.
 
-    Raises DataError: two names of a group, which would be two validation sets. `where` names the source.
+    Raises DataError for two names of one group, which would be two validation sets.
     """
     chosen: dict[Split, T] = {}
     for split, groups in SPLIT_NAMES.items():
@@ -54,7 +54,7 @@ def choose_splits(found: Mapping[str, T], where: str) -> dict[Split, T]:
 
 
 def known_split_names(split: Split) -> str:
-    """The names that a split may have, for a message."""
+    """List the names that a split may have, for messages."""
     return ", ".join(name for name, its_split in SPLIT_OF.items() if its_split == split)
 
 

@@ -109,6 +109,6 @@ def note_layers_behind_embedding(student: Student) -> None:
 
 def data_of(student: Student, data: DataConfig) -> DataConfig:
     """Return `data` changed to read validation images with the student's preprocessing."""
-    seen, elsewhere = student.input, {"more": (), "stage": "none", "cache": "none", "decoder": "auto", "loader_workers": 1}
+    seen, elsewhere = student.input, {"more": (), "stage": "none", "decoder": "auto", "loader_workers": 1}
     own = {"image_size": seen.image_size, "val_resize": student.val_resize, "mean": seen.mean, "std": seen.std}
     return data.model_copy(update=elsewhere | own)

@@ -340,7 +340,7 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
         ("data.shuffle=true", "--set: data.shuffle: must be text, not true"),
         (
             "data.shuffle=window(0)",
-            "--set: data.shuffle: must be full, none or window(n) with a number of samples n, as window(10000), not 'window(0)'",
+            "--set: data.shuffle: must be full, none or window(n) with n samples, such as window(10000), not 'window(0)'",
         ),
         ("data.max_bad=100", "--set: data.max_bad: must be below 1, not 100"),
         ("data.max_bad_images=100", "--set: data.max_bad_images: no such key; did you mean data.max_bad?"),
@@ -423,7 +423,7 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
         ("student.model=ResNet8", "--set: student.model: there is no model 'ResNet8'; did you mean resnet8?"),
         ("teacher.model=convnet_larg", "--set: teacher.model: there is no model 'convnet_larg'; did you mean convnet_large?"),
         ("distill.method=kdd", "--set: distill.method: there is no method 'kdd'; did you mean kd?"),
-        ("distill.method=5", "--set: distill.method: names a method, or a list of methods, such as kd, not 5"),
+        ("distill.method=5", "--set: distill.method: must be a method or a list of methods, such as kd, not 5"),
         ("optim.losses={task: {lr: -1}}", "--set: optim.losses.task.lr: must be above 0, not -1"),
         ("optim.losses={task: {lrr: 1}}", "--set: optim.losses.task.lrr: no such key; did you mean optim.losses.task.lr?"),
         ("distill.options.kd=4", "--set: distill.options.kd: must be a section of keys, not 4"),

@@ -61,7 +61,7 @@ def test_keys_below_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
         keys_below("optin")
     code, out, err = run(capsys, "show", "--keys", "scale.num_workers")
     assert (code, err) == (0, "")
-    about = "Ray Train workers: the world size; [2, 8] sets min_workers to 2 and this to 8"
+    about = "Ray Train workers (world size); [2, 8] sets min_workers to 2 and this to 8"
     assert out == f"scale.num_workers  integer ≥ 1  default 1\n    {about}\n"
 
 

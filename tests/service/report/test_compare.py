@@ -52,7 +52,7 @@ def test_without_the_steps_spread_nothing_is_claimed(tmp_path: Path) -> None:
     a, b = (records_of_run(sweep_dir(tmp_path / name, SPACE, ends=bare).root) for name in "ab")
     comparison = compare(a, b)
     assert comparison.points["verdict"].tolist() == ["spread unknown"] * 6
-    assert lead(comparison)[-1] == "Of 6 of them the spread of the steps is not known."
+    assert lead(comparison)[-1] == "For 6 of 6 common points, the spread of the step times is unknown."
 
 
 def test_a_key_that_only_one_has_searched_counts_with_the_others_own_value(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_command_says_it_and_writes_a_page(tmp_path: Path, capsys: pytest.Ca
     code, out, err = run(capsys, "compare", a, b, "--html", tmp_path / "page.html")
     assert (code, err) == (0, "")
     assert "A, before: 2 GPUs × batch 256" in out
-    assert "Beyond the noise of the steps, B is faster at 6 of 6 common points and slower at 0" in out
+    assert "Beyond step noise, B is faster at 6 of 6 common points and slower at 0" in out
     assert "B faster" in out
     assert out.endswith(f"page: {tmp_path}/page.html\n")
     parsed = Parsed((tmp_path / "page.html").read_text())
@@ -123,7 +123,7 @@ def test_nothing_in_common_is_reported(tmp_path: Path, capsys: pytest.CaptureFix
     b = sweep_dir(tmp_path / "b", {GLOBAL_BATCH: [128]}).root
     code, out, _ = run(capsys, "compare", a, b)
     assert code == 0
-    assert "No point was run by both." in out
+    assert "A and B have no point in common." in out
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def test_counts_sizes_and_shapes_are_shown(packed: Path, capsys: pytest.CaptureF
     code, out, err = run(capsys, "data", packed)
     assert (code, err) == (0, "")
     assert "image folder images, --max-side 90 --quality 90, by raydistill 0" in out
-    assert "images as files; 1 unreadable left out; 2 classes" in out
+    assert "images as files; 1 unreadable skipped; 2 classes" in out
     assert cells(out, "train")[1:6] == ["61", "2", "1–60", "30", "1"]
     assert cells(out, "val")[1:6] == ["2", "1", "0–2", "1", "1"]
     assert cells(out, "0") == ["0", "cat", "60", "2"]
@@ -94,7 +94,7 @@ def test_verify_reads_every_checksum(packed: Path, capsys: pytest.CaptureFixture
     shard.write_bytes(content)
     code, _, err = run(capsys, "data", packed, "--verify")
     assert code == 2
-    assert err == f"error: {shard} has another checksum than its index says: copy the set again, or remove it and pack it again\n"
+    assert err == f"error: {shard} does not match the checksum in its index: copy the set again, or remove it and pack it again\n"
 
 
 def test_a_folder_that_is_no_packed_set_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_a_set_without_labels_is_shown_without_classes(tmp_path: Path, capsys: p
     assert "note: data.val_share: 10 of 40 images are held out for validation, by a hash of their paths" in err
     code, out, err = run(capsys, "data", tmp_path / "packed", "--sheet", tmp_path / "sheet.png")
     assert (code, err) == (0, "")
-    assert "images as files; 0 unreadable left out; without labels" in out
+    assert "images as files; 0 unreadable skipped; without labels" in out
     assert cells(out, "train")[1:3] == ["30", "1"]
     assert "class" not in out
     assert "30 pictures" in out

@@ -80,7 +80,7 @@ def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Re
     named = [records.rows[0].id, records.rows[5].id]
     figure = shown(pareto(trials(records), "GPU", named))
     assert {row[0] for row in figure.numbers.rows} == set(named)
-    drawn = next(trace for trace in figure.traces if trace["name"] == "the search's front")
+    drawn = next(trace for trace in figure.traces if trace["name"] == "Pareto front of the search")
     assert set(drawn["y"]) == {records.rows[index].metrics["images_per_s"] for index in (0, 5)}
 
 
@@ -171,6 +171,6 @@ def test_students_that_a_sweep_compares_have_accuracy_against_latency(tmp_path: 
         row.metrics.update(top1_pct=top1_pct, inference_ms=inference_ms)
     figure = shown(accuracy_latency(trial_frame(rows, "GPU"), rows))
     assert [row[1] for row in figure.numbers.rows] == list(measured)
-    front = next(trace for trace in figure.traces if trace["name"] == "nothing is more accurate and faster")
+    front = next(trace for trace in figure.traces if trace["name"] == "Pareto front")
     assert (list(front["x"]), list(front["y"])) == ([1.0, 3.0], [70.0, 75.0])
     assert accuracy_latency(trials(records), records.rows) is None

@@ -115,7 +115,7 @@ def test_an_option_of_ones_own_may_lack_a_default_and_a_description(tmp_path: Pa
     file = tmp_path / "own.py"
     file.write_text(OWN_METHOD)
     found = rows(text_of(*method_parts(f"{file}:Mine")))
-    assert found["weight"] == ["required", "of the method's loss"]
+    assert found["weight"] == ["required", "weight of the method's loss"]
     assert found["rate"] == ["0.001", ""]
     assert found["layers"] == ['["a", "b"]', ""]
     with pytest.raises(ExperimentError, match="there is no method 'dkdd'; did you mean dkd"):

@@ -106,7 +106,7 @@ def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
     parsed = page(run_dir)
     text = parsed.text[parsed.text.index("demo complete") if "demo complete" in parsed.text else 0 :]
     first = text.index(f"4 GPUs × batch 512 × {best.scale.loader_workers} loader workers")
-    second = text.index("Compared with the next best value of each axis, the others unchanged: 4 GPUs:")
+    second = text.index("Compared with the next best value of each axis, others unchanged: 4 GPUs:")
     assert first < second < text.index("distill train")
 
 
@@ -220,7 +220,7 @@ def test_what_a_guided_search_predicts_for_the_rest_is_shown(tmp_path: Path) -> 
     search = {"why": "no untested point …", "spent_gpu_s": 812.3, "bound_pct": 1.8}
     run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, ends={"001": untested}, policy="guided", search=search)
     parsed = page(run_dir)
-    assert "With a probability of 90% no point is more than 1.8% better; 3 of 4 points were tried" in parsed.text
+    assert "With 90% probability, no point is more than 1.8% better; 3 of 4 points were tried" in parsed.text
     assert ", for 812 GPU-seconds." in parsed.text
     assert "untested" not in parsed.text[parsed.text.index("GPUs × batch × loader workers") :].lower()
 

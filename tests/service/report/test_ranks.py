@@ -23,7 +23,7 @@ def test_a_running_stage_has_the_age_of_its_last_record_and_of_each_ranks_progre
     add(RunDir(tmp_path), numbers("step", "student", 7, time_ms=int(time.time() * 1e3) - 40_000))
     write_heartbeats(stage, [0.5, 30.0])
     first, *ranks = running_stage_lines(bare_records(RunDir(tmp_path), typed({"kind": "train"})))
-    assert re.fullmatch(r"student: step 7, – images/s, last record 4[0-9] s ago", first)
+    assert re.fullmatch(r"student: step 7, – images/s, last update 4[0-9] s ago", first)
     assert re.fullmatch(r"  rank 1: student of step 1, last progress 3[2-9] s ago", ranks[0])
     assert re.fullmatch(r"  rank 0: student of step 0, last progress [2-9] s ago", ranks[1])
 

@@ -37,7 +37,7 @@ def test_the_top_of_the_page_counts_the_trials_without_a_result(mixed: RunDir) -
     text = page(mixed).text
     words = "16 of 36 trials have no result: 1 failed, 3 oom (out of memory), 12 infeasible (cannot run on this cluster)."
     assert words in text
-    assert text.index(words) < text.index("Train at that point")
+    assert text.index(words) < text.index("Train at this point")
     assert words in notes(reopen(mixed.root)[2], rows_of(reopen(mixed.root)[2]))
 
 
@@ -69,11 +69,11 @@ def test_a_cell_without_a_trial_is_not_called_a_failure(tmp_path: Path) -> None:
     assert [rows[0][2], rows[1][1]] == ["–", "oom"]
 
 
-@pytest.mark.parametrize(("status", "sentence"), [("pending", "– has no result so far."), ("untested", "– was not tried.")])
+@pytest.mark.parametrize(("status", "sentence"), [("pending", "– has no result yet."), ("untested", "– was not tried.")])
 def test_what_a_dash_is_depends_on_whether_trials_are_still_to_come(tmp_path: Path, status: str, sentence: str) -> None:
     ends = {"001": {"status": status, "metrics": {}, "steps_s": []}}
     text = page(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2], LOADER_WORKERS: [1, 2]}, ends=ends)).text
-    assert [one in text for one in ("– has no result so far.", "– was not tried.", sentence)].count(True) == 2
+    assert [one in text for one in ("– has no result yet.", "– was not tried.", sentence)].count(True) == 2
 
 
 def test_values_that_no_experiment_takes_have_rows_too(tmp_path: Path) -> None:

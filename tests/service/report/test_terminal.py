@@ -147,7 +147,7 @@ def test_a_running_runs_report_says_how_far_it_is_and_how_to_go_on(tmp_path: Pat
     for status, may_continue in {"running": False, "interrupted": True, "failed": True, "complete": False}.items():
         standing = result().model_copy(update={"status": status})
         lines = [part for part in report_of(bare_records(RunDir(tmp_path), standing)) if isinstance(part, str)]
-        progress = [line for line in lines if line.startswith("student: step 40, 12.0 images/s, last record 9")]
+        progress = [line for line in lines if line.startswith("student: step 40, 12.0 images/s, last update 9")]
         assert len(progress) == (status != "complete")
         assert (lines[-1] == advice) == may_continue
 

@@ -45,7 +45,7 @@ def test_the_chosen_trials_are_in_the_first_colors_and_the_others_faint() -> Non
     assert [trace["line"]["color"] for trace in in_color] == list(PALETTE[:3])
     assert len(figure.traces) == 3 + 60
     assert len(figure.numbers.rows) == 100
-    assert figure.caption.endswith(" In color: the best and the most accurate, of 100.")
+    assert figure.caption.endswith(" In color: the best and the most accurate of 100.")
 
 
 def test_hardware_has_a_line_a_gpu_and_no_legend_of_many() -> None:

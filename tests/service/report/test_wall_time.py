@@ -44,7 +44,7 @@ def test_parts_are_the_drivers_clock() -> None:
 def test_the_figure_says_what_lies_outside_the_stages() -> None:
     stages = [{"stage": name, "model": "resnet8", "status": "ok", **plain(89.0)} for name in ("teacher", "student")]
     figure = shown(of_run(typed({"kind": "train", "seconds": 190.0, "stages": stages})))
-    assert "The run took 190 s; 12 s of them lie outside its stages" in figure.caption
+    assert "The run took 190 s, including 12 s outside its stages" in figure.caption
     assert [trace["name"] for trace in figure.traces] == ["start", "training", "evaluation", "checkpoints", "other", "end"]
     assert list(figure.numbers.rows[0]) == ["teacher", "12.00", "60.00", "10.00", "4.00", "2.00", "1.00", "0.00", "89.00"]
     assert of_run(typed({"kind": "train"})) is None

@@ -38,7 +38,7 @@ def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None
     best = row("3", 2, 256, 300.0)
     rows = [row("0", 1, 128, 90.0), row("1", 1, 256, 100.0), row("2", 2, 128, 250.0), best]
     assert why(rows, best, "images_per_s", "max", "GPU") == (
-        "Compared with the next best value of each axis, the others unchanged: "
+        "Compared with the next best value of each axis, others unchanged: "
         "2 GPUs: 3.0 times as fast as 1; batch 256: 20.0% faster than 128."
     )
 
@@ -76,7 +76,7 @@ def test_accuracies_are_compared_in_points() -> None:
 
 def test_a_lone_trial_is_the_best_of_one() -> None:
     best = row("0", 1, 128, 10.0)
-    assert why([best], best, "images_per_s", "max", "worker") == "It has the most images/s of 1 trial that ran."
+    assert why([best], best, "images_per_s", "max", "worker") == "It has the highest images/s of 1 trial that ran."
 
 
 def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
@@ -90,7 +90,7 @@ def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
         "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0, "grid_share": 0.12, "why": "so"},
     }
     assert bound(typed(guided)) == [
-        "With a probability of 90% no point is more than 2.0% better; 1 of 2 points were tried, for 99 worker-seconds, 12% of "
+        "With 90% probability, no point is more than 2.0% better; 1 of 2 points were tried, for 99 worker-seconds, 12% of "
         "what measuring every point briefly would take.",
         "Why the search ended: so.",
     ]

@@ -84,7 +84,7 @@ def test_a_killed_pack_goes_on_without_doing_finished_shards_again(images: Path,
     finished = {path.stem for path in dest.glob(f"{UNFINISHED}/*-*.json")}
     stamps = {name: (dest / f"{name}.arrow").stat().st_mtime_ns for name in finished}
     assert 3 <= len(finished) < 10
-    with pytest.raises(DataError, match="not packed to the end"):
+    with pytest.raises(DataError, match="is only partly packed"):
         open_records(str(dest), "train")
     again = pack(images, dest)
     assert {name: (dest / f"{name}.arrow").stat().st_mtime_ns for name in finished} == stamps
@@ -153,7 +153,7 @@ def test_a_second_pack_of_a_finished_set_only_verifies_it(images: Path, tmp_path
     content = bytearray(shard.read_bytes())
     content[-100] ^= 1
     shard.write_bytes(content)
-    assert f"{shard} has another checksum than its index says: copy the set again, or remove it and pack it again" in refusal(
+    assert f"{shard} does not match the checksum in its index: copy the set again, or remove it and pack it again" in refusal(
         images, dest
     )
 

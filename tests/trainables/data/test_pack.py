@@ -217,7 +217,7 @@ def test_strict_makes_the_first_unreadable_image_an_error(with_bad: Path, tmp_pa
     ) as caught:
         pack_here(with_bad, tmp_path / "packed", strict=True)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match="not packed to the end"):
+    with pytest.raises(DataError, match="is only partly packed"):
         open_records(str(tmp_path / "packed"), "train")
 
 

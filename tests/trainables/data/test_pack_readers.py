@@ -122,9 +122,9 @@ def test_a_damaged_cifar_file_is_refused(tmp_path: Path) -> None:
     file = root / "data_batch_3.bin"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    assert "data_batch_3.bin is cut off (12,291 bytes, not a multiple of 3073); download it again" in refusal(root)
+    assert "data_batch_3.bin is truncated (12,291 bytes, not a multiple of 3073); download it again" in refusal(root)
     file.write_bytes(bytes([10]) + whole[1:])
-    assert "data_batch_3.bin: there are labels without a class's name: 10" in refusal(root)
+    assert "data_batch_3.bin: there are labels without a class name: 10" in refusal(root)
     file.unlink()
     assert "cannot be read: No such file" in refusal(root)
 
@@ -180,7 +180,7 @@ def test_cifar_100_for_python_has_its_fine_labels(tmp_path: Path) -> None:
     train, _ = packed(root)
     assert (train.classes, train.labels_N.tolist(), train.name(1)) == (("x", "y"), [1, 0], "train[1]")
     (root / "train").write_bytes((root / "test").read_bytes()[:3000])
-    assert f"{root}/train is cut off (" in refusal(root)
+    assert f"{root}/train is truncated (" in refusal(root)
 
 
 def test_cifars_pixels_can_become_jpegs(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     whole = file.read_bytes()
     for length in (0, 100, 512, 1300, len(JPEGS[0]) + 2000):
         file.write_bytes(whole[:length])
-        assert re.search(rf"{file} is cut off \(.+\); download it again", refusal(root))
+        assert re.search(rf"{file} is truncated \(.+\); download it again", refusal(root))
     file.write_bytes(whole[: 512 * 3] + b"x" * 512 + whole[512 * 4 :])
     assert f"{file} is damaged, or not a tar (at byte 1536); use another copy" in refusal(root)
     write_tar(file, [("a/1.jpg", JPEGS[0]), ("a/2.jpg", JPEGS[0]), ("a/2.cls", b"1")])
@@ -241,15 +241,15 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     assert "the sample 2 has no image" in refusal(root)
     write_tar(file, [("2.cls", b"7"), ("2.jpg", JPEGS[0])])
     file.rename(root / "x-val.tar")
-    assert "validation has labels that train has not: 7" in refusal(root)
+    assert "validation has labels that train does not have: 7" in refusal(root)
     for name in ("x-val.tar.gz", "x-val.TGZ"):
         (root / name).write_bytes(gzip.compress((root / "x-val.tar").read_bytes()))
         (root / "x-val.tar").rename(tmp_path / "x-val.tar")
-        assert f"{root}/{name} is compressed, so that its samples cannot be read one by one: run `" in refusal(root)
+        assert f"{root}/{name} is compressed, so its samples cannot be read individually: run `" in refusal(root)
         (root / name).unlink()
         (tmp_path / "x-val.tar").rename(root / "x-val.tar")
     (root / "x-val.tar").rename(root / "x-val.TAR")
-    assert "validation has labels that train has not: 7" in refusal(root)
+    assert "validation has labels that train does not have: 7" in refusal(root)
 
 
 @pytest.mark.parametrize(("kind", "write"), [("WebDataset", write_webdataset), ("TFRecord", lambda root: write_tfrecords(root))])
@@ -402,7 +402,7 @@ def test_archives_are_refused_with_the_line_that_unpacks_them(tmp_path: Path, ma
     source = make_folder(train={"a": 1, "b": 1}, val={"a": 1})
     for kind, suffix in (("zip", ".zip"), ("gztar", ".tar.gz")):
         archive = Path(shutil.make_archive(str(tmp_path / "my flowers"), kind, tmp_path, source.name))
-        match = re.search(r"is an archive: run `(.+)` and give (.+), or what lies in it", refusal(archive))
+        match = re.search(r"is an archive: run `(.+)` and give (.+), or the folder in it", refusal(archive))
         assert match
         if shutil.which("unzip") or suffix != ".zip":
             subprocess.run(match[1], shell=True, check=True)
@@ -509,7 +509,7 @@ def test_parquets_labels_and_images_are_of_any_fitting_type(tmp_path: Path, kind
 
 def test_unlabelled_rows_are_left_out_and_an_unlabelled_split_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "hf", ["zebra", "ant"], labels=(0, -1))
-    assert f"{tmp_path}/hf: 2 train samples have the label -1, which means none: they are left out" in noticed(tmp_path / "hf")
+    assert f"{tmp_path}/hf: 2 train samples have the label -1 (unlabeled) and are skipped" in noticed(tmp_path / "hf")
     write_parquet(tmp_path / "none", labels=(-1, -1))
     assert "all 4 train samples have the label -1" in refusal(tmp_path / "none")
 
@@ -532,7 +532,7 @@ def test_the_parquet_columns_that_are_chosen_of_several_are_notices(tmp_path: Pa
 def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "hf"
     write_parquet(root, ["zebra", "ant"], labels=(0, 7))
-    assert "there are labels without a class's name: 7" in refusal(root)
+    assert "there are labels without a class name: 7" in refusal(root)
     write_parquet(root, labels=(0, None))
     assert "the column label is empty in 1 rows; give labelled images" in refusal(root)
     write_parquet(root)
@@ -541,7 +541,7 @@ def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> 
     pq.write_table(pa.table({"img": [b""]}), root / "data" / "train-00001-of-00002.parquet")
     assert "no class column" in refusal(root)
     (root / "data" / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
-    assert "is cut off (" in refusal(root)
+    assert "is truncated (" in refusal(root)
 
 
 @pytest.mark.parametrize("other", ["train-00001-of-00002", "test-00000-of-00001"])

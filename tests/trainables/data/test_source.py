@@ -134,7 +134,7 @@ def test_a_class_of_which_all_images_would_be_held_out_is_refused(make_folder: M
     root = make_folder(train={"cat": 0, "dog": 10})
     held_out = next(f"{number}.jpg" for number in range(99) if is_held_out(f"train/cat/{number}.jpg", 0.4))
     _with(root / "train" / "cat" / held_out, JPEGS[0])
-    assert "all of cat among them; write a smaller one" in refusal(root, labels=True, val_share=0.4)
+    assert "including all of cat; write a smaller one" in refusal(root, labels=True, val_share=0.4)
 
 
 def test_a_folder_whose_meaning_is_not_clear_is_refused(tmp_path: Path) -> None:

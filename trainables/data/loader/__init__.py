@@ -1,1 +1,1 @@
-"""Batches of a split for one worker, in order: decode threads, in the training process or in one of their own."""
+"""Read the batches of a split for one worker, in order, with decode threads in the training process or a separate one."""

@@ -1,6 +1,6 @@
-"""The memory of a loader's batches, in blocks: one holds the pixels, labels and views of a batch, one behind the other.
+"""The memory of the loader's batches, in blocks: each stores the pixels, labels and views of one batch, in this order.
 
-A loader process imports this, and no torch. Shapes: B samples of a batch, C=3 channels, H=W=`image_size` pixels.
+Loader processes import this, so it must not import torch. Shapes: B samples of a batch, C=3 channels, H=W=`image_size` pixels.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 log = logging.getLogger("raydistill")
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-"""images_BHWC (uint8), labels_B and views_B (int64) of a block's first rows."""
+"""images_BHWC (uint8), labels_B and views_B (int64) in the first rows of a block."""
 
 
 class BatchMemory:
-    """Blocks by number, in this process alone or, with the `handle` of a file in memory, in all that map this file.
+    """Numbered blocks, private to this process or, with the `handle` of a memory file, shared by all that map this file.
 
-    One process allocates: a block is its own until it calls `free`, or until the arrays of `lend` and all that share their memory
-    are gone. Blocks are never unmapped before `close`, since fresh memory costs a page fault every 4 KiB. `pinned` ones are
-    page-locked for copies to a GPU: whoever copies refers to the arrays until the copy is over.
+    Only one process allocates. A block is in use until `free`, or until the arrays from `lend` and everything that shares their
+    memory are gone. Blocks stay mapped until `close`, since fresh memory costs a page fault per 4 KiB. `pinned` blocks are
+    page-locked for copies to a GPU: keep a reference to the arrays until the copy is done.
     """
 
     def __init__(self, rows: int, image_size: int, handle: int = -1, *, pinned: bool = False) -> None:
@@ -38,27 +38,27 @@ class BatchMemory:
         self._free, self._lent = deque[int](), dict[int, weakref.ref[NDArray[np.uint8]]]()
 
     def allocate(self) -> int:
-        """A block whose values are undefined."""
+        """Return the number of a block with undefined contents."""
         number = self._free.pop() if self._free else len(self._blocks)
         self._block(number)
         return number
 
     def free(self, number: int) -> None:
-        """Give back a block that nothing writes to or reads from."""
+        """Give back a block that is no longer read or written."""
         self._free.append(number)
 
     def arrays(self, number: int, rows: int) -> Arrays:
-        """Those of a block's first rows for whoever fills it; they do not keep it from being freed."""
+        """Return the arrays of a block's first rows, to fill them; they do not keep the block alive."""
         return self._split(self._block(number), rows)
 
     def lend(self, number: int, rows: int) -> Arrays:
-        """Those of a block's first rows for whoever uses the batch. When nothing shares their memory any more it is freed."""
+        """Return the arrays of a block's first rows, to use the batch; the block is freed when nothing shares their memory."""
         lent = np.frombuffer(self._block(number).data, np.uint8)  # NumPy makes it the base of all arrays and tensors on it
-        self._lent[number] = weakref.ref(lent, lambda gone: self.free(number))
+        self._lent[number] = weakref.ref(lent, lambda _: self.free(number))
         return self._split(lent, rows)
 
     def close(self) -> None:
-        """Unmap the blocks, lent ones when they are freed. Nothing is allocated any more."""
+        """Unmap the blocks, lent ones once they are freed. Do not allocate afterward."""
         self._blocks.clear()
         if self.handle >= 0:
             os.close(self.handle)
@@ -82,10 +82,10 @@ class BatchMemory:
         cuda = torch.cuda.cudart()
         try:
             torch.cuda.check_error(cuda.cudaHostRegister(block.ctypes.data, self.block_bytes, 0))
-        except torch.cuda.CudaError as error:  # copies from it are as right, and slower
+        except torch.cuda.CudaError as error:  # copies still work, but slower
             log.warning("the loader's batches are not page-locked: %s", error)
             self._pinned = False
-            with contextlib.suppress(Exception):  # the CUDA runtime reports the failed call again at the next kernel
+            with contextlib.suppress(Exception):  # the CUDA runtime reports the error again at the next kernel
                 torch.ones(1, device="cuda").add_(1)
         else:
             weakref.finalize(block, cuda.cudaHostUnregister, block.ctypes.data)  # runs before the block is unmapped

@@ -1,6 +1,6 @@
-"""Batches of one split read by threads, wherever these live: in the training process, or in a loader process of its own.
+"""Read the batches of one split with threads, either in the training process or in a loader process.
 
-So nothing here imports torch, which would cost a loader process 300 MiB. Shapes: B samples of this rank's part of a global batch.
+Nothing here imports torch, which would cost a loader process 300 MiB. Shapes: B samples of this rank's part of a global batch.
 """
 
 import math
@@ -16,13 +16,13 @@ from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.sample_reader import Reader, ReadResult, ThreadTimes, result_of
 from trainables.data.order import REPEAT, Split
 
-CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
+CHUNKS_PER_THREAD = 4  # per batch: few enough to cost nothing, enough that no thread waits long for the slowest
 
 
 class Request(NamedTuple):
-    """A global batch to be read: the positions [begin, end) of an epoch."""
+    """A global batch to read: the positions [begin, end) of an epoch."""
 
-    iteration: int  # of the loader, counted from 1; starting one ends those before it
+    iteration: int  # over the loader, counted from 1; starting one cancels the earlier ones
     epoch: int
     augmentation_epoch: int
     begin: int
@@ -30,25 +30,25 @@ class Request(NamedTuple):
 
 
 class Reads(list[Future[ReadResult]]):
-    """A batch that is being read, in parts."""
+    """A batch that is being read, as one future per chunk."""
 
     def done(self) -> bool:
         return all(part.done() for part in self)
 
     def result(self) -> ReadResult:
-        """What was read, as one part, once all is. Raises what `Reader.fill` raises: CancelledError where it was stopped."""
+        """Wait for all chunks and merge their results. Raises as `Reader.fill` does: CancelledError if it was stopped."""
         parts = [result_of(part) for part in self]
         bad = [entry for part in parts for entry in part.bad]
         encoded_rows = [region for part in parts for region in part.encoded_rows]
         return ReadResult(bad, encoded_rows, ThreadTimes(*map(sum, zip(*(part.times for part in parts), strict=True))))
 
     def settle(self) -> None:
-        """Wait until nothing writes to the batch's memory any more; what has not begun never does."""
+        """Cancel the chunks that have not started, and wait until nothing writes to the batch's memory."""
         wait([part for part in self if not part.cancel()])
 
 
 class BatchReader:
-    """Reads this rank's part of global batches into blocks of `memory` with `threads` threads; 0: with the calling one."""
+    """Reads this rank's part of global batches into blocks of `memory` with `threads` threads; 0: in the calling thread."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class BatchReader:
         self._order = source.order(data, split, seed)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader") if threads else None
-        self._stopped = 0  # this iteration and those before it
+        self._stopped = 0  # iterations up to this one are canceled
 
     def begin(self, request: Request, block: int) -> Reads:
-        """Set the threads to work on a batch. Its block is in use until `result` or `settle` returns."""
+        """Start reading a batch into a block, which is in use until `result` or `settle` returns."""
         self._source.follow(self._order, request.epoch, request.begin // self._order.repeats)
         new_views_B = self._order.views(request.epoch, request.begin, request.end, self._rank, self._world_size)
         samples_B = new_views_B % REPEAT
@@ -86,12 +86,12 @@ class BatchReader:
         return reads
 
     def stop(self, iteration: int) -> None:
-        """End the work for this iteration and those before it: what is still to be read of it ends with CancelledError."""
+        """Cancel this iteration and the earlier ones: their unfinished reads raise CancelledError."""
         self._stopped = max(self._stopped, iteration)
 
     def close(self, wait: bool = True) -> None:
-        """End all work and close the source; with `wait` all threads have ended, too, and the memory is free."""
-        self._source.close()  # first: a thread may wait for a shard
+        """Stop reading and close the source; with `wait`, also join the threads and unmap the memory."""
+        self._source.close()  # first, since a thread may be waiting for a shard
         if self._pool:
             self._pool.shutdown(wait=wait, cancel_futures=True)
         if wait:

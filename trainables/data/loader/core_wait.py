@@ -1,4 +1,4 @@
-"""How long threads wait for a free core, from Linux's scheduler statistics; 0 where a system has none."""
+"""Measure the run-queue delay of threads (waiting for a free core) from Linux's scheduler statistics."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ from io import FileIO
 
 
 class _SchedulerStatistics(FileIO):
-    """Linux's scheduler statistics of the thread that opens it, whoever reads them; closed when that thread is gone."""
+    """The scheduler statistics of the thread that opens the file; closed when that thread is gone."""
 
     def __init__(self) -> None:
         super().__init__("/proc/thread-self/schedstat")
@@ -16,7 +16,7 @@ class _SchedulerStatistics(FileIO):
 
 
 class CoreWait(threading.local):
-    """How long the calling thread has waited for a free core since it began."""
+    """Measures how long the calling thread has waited for a free core since it started."""
 
     def __init__(self) -> None:
         try:
@@ -25,5 +25,5 @@ class CoreWait(threading.local):
             self._file = None
 
     def seconds(self) -> float:
-        """0 always where the system has no such statistics."""
+        """Return the wait in seconds; always 0 on systems without such statistics."""
         return int(os.pread(self._file.fileno(), 80, 0).split()[1]) / 1e9 if self._file else 0.0

@@ -1,6 +1,6 @@
-"""A worker's loader process: its threads read the batches of all the worker's loaders into memory that both processes map.
+"""A worker's loader process, whose threads read the batches of all the worker's loaders into shared memory.
 
-The training thread shares its GIL with no loader thread then. The other side is `loader_server`.
+The training thread then does not share its GIL with loader threads. The process runs `loader_server`.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ _SHUTDOWN_TIMEOUT_S = 5.0
 
 
 def loader_process(data: DataConfig, *, world_size: int, device: torch.device) -> "LoaderProcess | None":
-    """The process that `data.loader` asks for; None: the threads live in the training process. It starts on first use.
+    """Return the process that `data.loader` asks for, started on first use; None to use threads of the training process.
 
-    `auto`: a process where a GPU trains, whose launches the GIL would delay, unless the GPU decodes, too: encoded images would be
-    copied between the processes. On a CPU, threads: there the cores are the limit, and a process costs memory.
+    `auto` is a process if training on a GPU, since the GIL would delay kernel launches, unless the GPU also decodes, since the
+    encoded images would be copied between processes. On a CPU it is threads: cores are the limit, and a process costs memory.
     """
     chosen = data.loader
     if chosen == "auto":
@@ -50,19 +50,19 @@ def loader_process(data: DataConfig, *, world_size: int, device: torch.device) -
 
 
 class LoaderProcess:
-    """Started by the first `open`; ends with the last reader that is closed, and with this process, however that ends.
+    """A process that the first `open` starts; it ends when the last reader is closed, or when this process ends in any way.
 
-    Its batches have up to `rows` images; `pinned` ones are page-locked in this process. All methods, and those of its readers,
-    are for the thread that iterates over the loaders.
+    Its batches have up to `rows` images, page-locked in this process if `pinned`. Only the thread that iterates over the loaders
+    may call its methods and those of its readers.
     """
 
     def __init__(self, rows: int, image_size: int, *, pinned: bool) -> None:
         self._rows, self._image_size, self._pinned = rows, image_size, pinned
         self._num_opened, self._open = 0, set[int]()
-        self._pending = deque[ProcessReads]()  # responses come in the order of the requests
+        self._pending = deque[ProcessReads]()  # responses arrive in the order of the requests
 
     def open(self, source: Source, data: DataConfig, **options: Any) -> "ProcessReader":
-        """A reader there, see `BatchReader`. What fails as it opens the source again is raised where the first batch is taken."""
+        """Open a BatchReader in the process. Errors from reopening the source there are raised with the first batch."""
         pickled = pickle.dumps((source, data, options))
         if not self._open:
             self._start()
@@ -72,7 +72,7 @@ class LoaderProcess:
         return ProcessReader(self, self._num_opened)
 
     def send(self, reader: int, method: str, *arguments: Any) -> None:
-        """Call a method of a reader. Where the process has died, those who wait for a batch raise that."""
+        """Call a method of a reader. If the process has died, waiting for a batch raises that."""
         if reader in self._open:
             with contextlib.suppress(ConnectionError):
                 self._connection.send_bytes(pickle.dumps((reader, method, arguments)))
@@ -88,25 +88,25 @@ class LoaderProcess:
         return reads
 
     def receive(self, reads: "ProcessReads", *, wait: bool) -> bool:
-        """Take responses up to that for `reads`; without `wait` those that are there. Raises LoaderDiedError."""
+        """Receive responses up to the one for `reads`; without `wait`, only those available. Raises LoaderDiedError."""
         while reads.response is None:
             try:
                 if not wait and not self._readable.poll(0):
                     return False
                 message = self._connection.recv()
             except (EOFError, ConnectionError):
-                raise _death(self._process.wait()) from None
+                raise _exit_error(self._process.wait()) from None
             if isinstance(message, logging.LogRecord):
                 log.handle(message)
             elif isinstance(message, Exception):
                 self._pending.popleft().response = message
-            else:  # the types of a batch are plain: one that is looked up by its name takes as long as all else
+            else:  # plain types: unpickling a class by name would take as long as everything else
                 bad, encoded_rows, times = message
                 self._pending.popleft().response = ReadResult(bad, encoded_rows, ThreadTimes(*times))
         return True
 
     def close(self, reader: int) -> None:
-        """Close a reader, and with the last one the process."""
+        """Close a reader; end the process with the last one."""
         if reader not in self._open:
             return
         self.send(reader, "close", False)
@@ -135,7 +135,7 @@ class LoaderProcess:
                     [sys.executable, "-P", "-c", _SERVER, *arguments],
                     pass_fds=handles,
                     stdin=subprocess.DEVNULL,
-                    process_group=0,  # Ctrl-C and a SIGTERM to the group are for this process, which ends it
+                    process_group=0,  # Ctrl-C and a group's SIGTERM should reach only this process, which then ends that one
                     env={**REUSE_FREED_MEMORY, **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 )
             except OSError as error:
@@ -144,12 +144,12 @@ class LoaderProcess:
                     f"data.loader: the loader process cannot be started: {error.strerror}; write data.loader=threads"
                 ) from error
         self._connection = Connection(ours.detach())
-        self._readable = select.poll()  # the connection's own `poll` takes as long as all else that a batch takes here
+        self._readable = select.poll()  # the connection's own `poll` would take as long as all other work per batch here
         self._readable.register(self._connection.fileno(), select.POLLIN)
 
 
 class ProcessReads:
-    """A batch that a loader process reads; see `Reads`."""
+    """A batch that a loader process is reading; see `Reads`."""
 
     def __init__(self, process: LoaderProcess) -> None:
         self._process = process
@@ -166,12 +166,12 @@ class ProcessReads:
         return self.response
 
     def settle(self) -> None:
-        with contextlib.suppress(LoaderDiedError):  # then nothing is written any more
+        with contextlib.suppress(LoaderDiedError):  # a dead process writes nothing
             self._process.receive(self, wait=True)
 
 
 class ProcessReader:
-    """A `BatchReader` in a loader process."""
+    """A proxy for a `BatchReader` in a loader process."""
 
     def __init__(self, process: LoaderProcess, number: int) -> None:
         self._process, self._number, self.memory = process, number, process.memory
@@ -186,10 +186,10 @@ class ProcessReader:
         self._process.close(self._number)
 
 
-def _death(code: int) -> LoaderDiedError:
+def _exit_error(code: int) -> LoaderDiedError:
     if code >= 0:
         where = "this worker's log, worker-*.err in the logs of Ray's session"
-        return LoaderDiedError(f"the loader process ended with exit code {code}; its error is in {where}")
+        return LoaderDiedError(f"the loader process exited with code {code}; its error is in {where}")
     name = signal.Signals(-code).name
-    memory = "; if the node's memory ran out: fewer data.loader_workers or data.prefetch_batches" * (name == "SIGKILL")
-    return LoaderDiedError(f"the loader process was ended by {name}{memory}")
+    memory = "; if the node ran out of memory, lower data.loader_workers or data.prefetch_batches" * (name == "SIGKILL")
+    return LoaderDiedError(f"the loader process was killed by {name}{memory}")

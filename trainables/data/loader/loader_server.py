@@ -1,6 +1,6 @@
-"""The main program of a loader process: it reads batches for the worker that has started it, and ends with that worker.
+"""The main program of a loader process, which reads batches for the worker that started it, and ends with that worker.
 
-Its arguments are that worker's process id, a socket and the batches' memory. It imports no torch, see `batch_reader`.
+Its arguments are the worker's process id, a socket and the batch memory. It must not import torch, see `batch_reader`.
 """
 
 import contextlib
@@ -29,34 +29,34 @@ def main() -> None:
     """Serve until the worker closes the connection or is gone."""
     worker, socket, *memory = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    write_stacks_on_signal()  # a hang is explained by what its threads do
+    write_stacks_on_signal()  # for hang reports
     try:
         handle, rows, image_size = memory
         _serve(Connection(socket), worker, BatchMemory(rows, image_size, handle))
     except Exception:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # threads may wait for a disk
+    os._exit(0)  # without joining threads, which may be stuck on a disk
 
 
-class _ToWorker(logging.Handler):
-    """Sends messages of any thread, among them what this process would log: the worker logs it."""
+class _WorkerHandler(logging.Handler):
+    """Sends messages from any thread to the worker, including log records, which the worker logs."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection, self._sending = connection, threading.Lock()
 
     def send(self, message: tuple[Any, ...] | Exception | logging.LogRecord) -> None:
-        with self._sending, contextlib.suppress(ConnectionError):  # the worker is gone, and soon so is this process
+        with self._sending, contextlib.suppress(ConnectionError):  # the worker is gone, and this process will end soon
             self._connection.send(message)
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()  # the arguments may be of a kind that cannot be sent
+        message = record.getMessage()  # the arguments may not be picklable
         self.send(logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, message, None, None))
 
 
 def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
-    to_worker = _ToWorker(connection)
+    to_worker = _WorkerHandler(connection)
     log = logging.getLogger("raydistill")
     log.addHandler(to_worker)
     log.propagate = False
@@ -87,32 +87,32 @@ def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
 
 
 def _messages(connection: Connection, worker: int) -> Iterator[Any]:
-    while os.getppid() == worker:  # a process that the worker has forked may keep the connection open
+    while os.getppid() == worker:  # a fork of the worker may keep the connection open
         try:
             if connection.poll(_POLL_INTERVAL_S):
                 yield connection.recv()
-        except (EOFError, OSError):  # the end of the connection, perhaps in the middle of a message
+        except (EOFError, OSError):  # the connection was closed, perhaps within a message
             return
 
 
-def _respond(begun: SimpleQueue[Reads], to_worker: _ToWorker) -> None:
+def _respond(begun: SimpleQueue[Reads], to_worker: _WorkerHandler) -> None:
     try:
         while True:
             to_worker.send(_response(begun.get()))
-    except BaseException:  # without this thread the worker would wait for ever: it reports a process that died
+    except BaseException:  # without this thread the worker would wait forever; it does report a dead process
         traceback.print_exc()
         os._exit(1)
 
 
 def _response(reads: Reads) -> tuple[Any, ...] | Exception:
-    """What the threads have read for a batch, or the error that the worker is to raise."""
+    """Return what the threads have read for a batch, or the error for the worker to raise."""
     try:
         bad, regions, times = reads.result()
         return bad, [region._replace(data=bytes(region.data)) for region in regions], tuple(times)
     except Exception as error:
-        reads.settle()  # the worker uses the memory again
+        reads.settle()  # the worker will reuse the memory
         try:
             copied: Exception = pickle.loads(pickle.dumps(error))
-        except Exception:  # it cannot be sent
+        except Exception:  # not picklable
             return RuntimeError(f"{type(error).__name__}: {error}")
         return copied

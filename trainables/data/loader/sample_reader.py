@@ -1,4 +1,4 @@
-"""The work of a loader thread: read samples of a batch into their rows. Shapes: R rows of a batch, C=3 channels, H W pixels."""
+"""The work of a loader thread: read samples into rows of a batch. Shapes: R rows of a batch, C=3 channels, H W pixels."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -17,22 +17,22 @@ from trainables.data.loader.core_wait import CoreWait
 from trainables.errors import DataError, DistillError
 
 _CHUNK_SIZE = 8
-"""Samples that are read before the first of them is decoded: Python code is in the core's caches from one read to the next, and
-the encoded images still are when they are decoded."""
+"""The number of samples read before decoding them: few enough that the encoded images are still in the CPU cache, enough that
+Python's code stays in it from one read to the next."""
 
 
 class ThreadTimes(NamedTuple):
-    """Seconds of a loader's thread."""
+    """Seconds that a loader thread spent."""
 
-    image_s: float = 0.0  # in all
-    read_s: float = 0.0  # of it inside the source
-    read_wait_s: float = 0.0  # of that not computing: waiting for a disk, a network, a lock or a free core
-    cpu_s: float = 0.0  # of `image_s` computing
-    core_wait_s: float = 0.0  # of `image_s` ready to run, while other threads had the cores; 0 where the system does not tell
+    image_s: float = 0.0  # total
+    read_s: float = 0.0  # part of it inside the source
+    read_wait_s: float = 0.0  # part of `read_s` waiting for a disk, a network, a lock or a free core
+    cpu_s: float = 0.0  # part of `image_s` computing
+    core_wait_s: float = 0.0  # part of `image_s` waiting for a free core; 0 if the system does not measure it
 
 
 class ReadResult(NamedTuple):
-    """What a thread has read for a batch, and what it took."""
+    """The result of reading samples of a batch, and the time it took."""
 
     bad: list[tuple[int, str]]  # row of the batch, why it cannot be read
     encoded_rows: list[Region]  # rows whose pixels are left to the device
@@ -40,37 +40,37 @@ class ReadResult(NamedTuple):
 
 
 class Costs:
-    """What the loader's threads have spent since `clear`; `threads` is how many work."""
+    """The time that the loader's `threads` threads have spent since `clear`."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.clear()
 
     def clear(self) -> None:
-        """Begin again, as where a warm-up ends."""
+        """Start over, for example after the warm-up."""
         self._images = self._batches = self._copies = 0
         self._wait_s = self._copy_s = 0.0
         self._times: Iterable[float] = ThreadTimes()
 
     def add_copy(self, seconds: float) -> None:
-        """Count a batch that was copied to the device."""
+        """Add a batch that took so long to copy to the device."""
         self._copy_s += seconds
         self._copies += 1
 
     def add(self, images: int, times: ThreadTimes, wait_s: float) -> None:
-        """Count a batch, for which the step waited so long."""
+        """Add a batch, for which the step waited `wait_s`."""
         self._images += images
         self._batches += 1
         self._wait_s += wait_s
         self._times = list(map(add, self._times, times))
 
     def summary(self) -> dict[str, float]:
-        """What the threads do, {} before the first image.
+        """Return the costs as metrics; {} before the first image.
 
-        Milliseconds of a thread an image: `loader/image_ms`; of it `loader/read_ms` inside the source, of which it waited
-        `loader/read_wait_ms`; of it `loader/cpu_ms` computing and `loader/core_wait_ms` waiting for a free core. Milliseconds a
-        batch: `loader/batch_ms`, in which the threads load one at full speed, and `loader/wait_ms`, for which the
-        step's own thread waited; where there is a GPU `loader/copy_ms`, which its copy takes. `loader/threads`: how many work.
+        Milliseconds of a thread per image: `loader/image_ms` in total, `loader/read_ms` inside the source, of which
+        `loader/read_wait_ms` waiting, `loader/cpu_ms` computing, and `loader/core_wait_ms` waiting for a free core. Milliseconds
+        per batch: `loader/batch_ms`, the time the threads need at full speed; `loader/wait_ms`, how long the training thread
+        waited; with a GPU, `loader/copy_ms` for the copy to it. `loader/threads` is the number of threads.
         """
         if not self._images:
             return {}
@@ -86,7 +86,7 @@ class Costs:
 
 
 class Reader:
-    """Reads samples of one split for several threads at once."""
+    """Reads samples of one split. Thread-safe."""
 
     def __init__(self, source: Source, augment: Augment, seed: int) -> None:
         self._source, self._augment, self._seed = source, augment, seed
@@ -94,7 +94,7 @@ class Reader:
         self._core_wait = CoreWait()
 
     def uniforms(self, epoch: int, views_B: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The random numbers (B, U) of a batch: for its parts apart they would take several times as long."""
+        """Return the random numbers (B, U) of a whole batch; computing them per chunk would take several times as long."""
         return uniforms(self._seed, epoch, views_B, self._augment.num_uniforms)
 
     def fill(
@@ -105,12 +105,12 @@ class Reader:
         out: list[NDArray[np.uint8]],
         is_stopped: Callable[[], bool],
     ) -> ReadResult:
-        """Read `indices_R` into the array out_RHWC that is taken from `out`, the rows of a batch from `first_row` on.
+        """Read `indices_R` into an array out_RHWC popped from `out`: the rows of a batch from `first_row` on.
 
-        `uniforms_RU` are their random numbers. Rows that stay undefined are named, as bad or as encoded.
+        `uniforms_RU` are their random numbers. Rows that stay undefined are listed in the result, as bad or as encoded.
 
-        Raises CancelledError once `is_stopped`, DataError where the source's disk or network fails, and RuntimeError, which
-        names the sample, for whatever should not happen; errors of ours and MemoryError as they are.
+        Raises CancelledError once `is_stopped`, DataError if the source's disk or network fails, and RuntimeError, which names
+        the sample, for unexpected errors; DistillError and MemoryError pass through.
         """
         began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
         source, augment, out_RHWC = self._source, self._augment, out.pop()
@@ -130,7 +130,7 @@ class Reader:
                 except (DistillError, MemoryError):
                     raise
                 except Exception as error:
-                    raise _named(error, source.name(indices[row])) from error
+                    raise _sample_error(error, source.name(indices[row])) from error
 
         samples = dict[int, Sample]()
 
@@ -156,21 +156,15 @@ class Reader:
         return ReadResult(sorted(bad), encoded_rows, times)
 
 
-def _named(error: Exception, sample: str) -> Exception:
-    """What a loader raises for an error of its source or its decoder."""
+def _sample_error(error: Exception, sample: str) -> Exception:
+    """Turn an error of the source or the decoder into one that names the sample."""
     if isinstance(error, OSError):
-        return DataError(
-            f"data.path: {sample} cannot be read: {error.strerror or error}; see to the disk or the network that it lies on, "
-            "then resume"
-        )
+        return DataError(f"data.path: {sample} cannot be read: {error.strerror or error}; fix its disk or network, then resume")
     return RuntimeError(f"reading {sample}: {type(error).__name__}: {error}")
 
 
 def result_of(part: Future[ReadResult]) -> ReadResult:
-    """The result of a thread, once it is there. A SystemExit that a library raised in it does not end this thread.
-
-    Raises what the thread died of, as an Exception.
-    """
+    """Wait for a thread's result. Raises its error, always as an Exception: a library's SystemExit must not end this thread."""
     error = part.exception()
     if error is not None and not isinstance(error, Exception):
         raise RuntimeError(f"a loader thread died of {type(error).__name__}: {error}") from error

@@ -1,1 +1,1 @@
-"""How a packed set is made: read a source, change its images or not, write shards, join them under one index."""
+"""Create a packed set: read a source, convert its images if asked, write shards, and index them."""

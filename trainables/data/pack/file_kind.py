@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, and what to run where it is not what a reader needs."""
+"""Identify a file by its first bytes, and say what to run if a reader cannot use it."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ _INFLATE = "import sys, zlib; p = sys.argv[1]; d = zlib.decompress(open(p, 'rb')
 
 
 def not_readable(path: Path, what: str, reason: str, *, cut_off: bool = False) -> DataError:
-    """The refusal of a file that is not whole, or not `what` its name says: by its first bytes, or else for `reason`."""
+    """Return the error for a file that is incomplete or not `what` it should be, from its first bytes or else `reason`."""
     with open(path, "rb") as file:
         head = file.read(64)
     quoted = shlex.quote(str(path))
@@ -33,29 +33,29 @@ def not_readable(path: Path, what: str, reason: str, *, cut_off: bool = False) -
         return DataError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository")
     for magic, (suffix, command) in _COMPRESSED.items():
         if head.startswith(magic):
-            # the tools ask for their suffix
+            # the tools require their own suffix
             rename = "" if path.suffix in (suffix, ".tgz") else f"mv {quoted} {quoted}{suffix} && "
             line = f"{rename}{command} {quoted}{suffix if rename else ''}"
-            return DataError(f"{path} is compressed, so that its samples cannot be read one by one: run `{line}`")
+            return DataError(f"{path} is compressed, so its samples cannot be read individually: run `{line}`")
     if len(head) > 1 and head[0] == 0x78 and int.from_bytes(head[:2]) % 31 == 0:
         return DataError(f'{path} is compressed with zlib: run `python -c "{_INFLATE}" {quoted}`')
     if head.lstrip()[:1] == b"<":
-        return DataError(f"{path} is a web page, not {what}: the server answered its download with an error; download it again")
+        return DataError(f"{path} is a web page, not {what}: the server answered with an error page; download it again")
     if cut_off or not head:
-        return DataError(f"{path} is cut off ({reason}); download it again")
+        return DataError(f"{path} is truncated ({reason}); download it again")
     return DataError(f"{path} is damaged, or not {what} ({reason}); use another copy")
 
 
 def archive_error(path: Path) -> DataError:
-    """The refusal of an archive: the line that unpacks it into a folder of its own."""
+    """Return the error for an archive, with the command that unpacks it into a folder of its own."""
     dest = path.with_name(path.name.partition(".")[0] or "unpacked")
     quoted, folder = shlex.quote(str(path)), shlex.quote(str(dest))
     line = f"mkdir -p {folder} && tar -xf {quoted} -C {folder}"
     if path.suffix.lower() == ".zip":
         line = f"unzip -q {quoted} -d {folder}"
     return DataError(
-        f"{path} is an archive: run `{line}` and give {dest}, or what lies in it: a folder with train/CLASS/* and val/CLASS/* "
-        "or another layout"
+        f"{path} is an archive: run `{line}` and give {dest}, or the folder in it that has train/CLASS/* and val/CLASS/* or "
+        "another layout"
     )
 
 

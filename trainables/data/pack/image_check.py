@@ -1,7 +1,7 @@
-"""Is this a whole image, and of what size: decided by a JPEG's or PNG's own structure where that leaves no doubt.
+"""Check quickly, by the structure of a JPEG or PNG, that an image is complete, and return its size.
 
-Decoding every image of a set takes a hundred times longer than copying it. Whatever this quick look does not accept is decoded,
-and that decides.
+Decoding every image of a set takes a hundred times longer than copying it. Images that this check does not accept are decoded to
+find out.
 """
 
 import io
@@ -16,19 +16,18 @@ _PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 
 
 class HeaderCheck(NamedTuple):
-    """An image's size in pixels as its header has it; EXIF orientation is not applied."""
+    """An image's size in pixels from its header; EXIF orientation is not applied."""
 
     width: int
     height: int
     is_usual_jpeg: bool
-    """Gray or of three colors."""
+    """Whether it is a JPEG with one or three channels."""
 
 
 def check_header(content: bytes) -> HeaderCheck | None:
-    """What a whole JPEG or PNG says of itself; None where only a decoder can tell.
+    """Return the header of a complete JPEG or PNG; None if only a decoder can tell.
 
-    A JPEG is whole where it begins with its markers in order and ends with the one that ends it; a PNG where every chunk has
-    its checksum.
+    A JPEG is complete if its markers are in order and it ends with the end marker; a PNG if all chunk checksums match.
     """
     if content.startswith(_PNG) and content.endswith(_PNG_END):
         try:

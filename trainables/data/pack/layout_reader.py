@@ -1,4 +1,4 @@
-"""What a reader of some layout of images gives to the packing and, where single samples can be read, to training.
+"""The interface of readers of image layouts, used for packing and, if samples can be read individually, for training.
 
 Shapes: N samples of a split.
 """
@@ -26,18 +26,18 @@ from trainables.notices import notice
 _WORD = re.compile(r"[a-z]+")
 _VAL_SHARE = 0.1
 _MAX_DEPTH = 2
-"""Folders between a source and its files, such as Hugging Face's CONFIG/SPLIT/0000.parquet."""
+"""The number of folders between a source and its files, as in Hugging Face's CONFIG/SPLIT/0000.parquet."""
 LABEL_FIELDS = ("label", "labels", "fine_label", "class", "cls", "target", "category", "class_name", "coarse_label")
-"""Names of a column or a field that holds the class, in the order of preference."""
+"""Names of a column or field with the class, in order of preference."""
 
 Location = Any
-"""Where a reader finds a sample: a path, or a file and a position in it. JSON-like, since it travels and is compared."""
+"""Where a reader finds a sample: a path, or a file and a position in it. JSON-like, to be sent and compared."""
 Label = int | str
 
 
 @dataclass(frozen=True)
 class SplitListing:
-    """One split of a source in its order: where each sample lies, and its label."""
+    """One split of a source, in order: the location and the label of each sample."""
 
     locations: Sequence[Location]
     labels_N: NDArray[np.int64]
@@ -45,8 +45,8 @@ class SplitListing:
 
 @dataclass(frozen=True)
 class Listing:
-    """A whole source. Labels are indices into `classes`, or -1 where there are none; `pixels`: samples come as pixels, not as
-    image files."""
+    """A whole source. Labels are indices into `classes`, or -1 without labels; with `pixels`, samples are pixels, not image
+    files."""
 
     classes: tuple[str, ...]
     splits: Mapping[Split, SplitListing]
@@ -54,7 +54,7 @@ class Listing:
 
 
 class Piece(NamedTuple):
-    """Where a sample lies in a file of many: the file's path below the root, and the sample's name in it."""
+    """The location of a sample in a file of many: the file's path below the root, and the sample's name in the file."""
 
     file: str
     offset: int
@@ -63,68 +63,67 @@ class Piece(NamedTuple):
 
 
 class LayoutReader(ABC):
-    """One layout of images on disk, in the folder `root`: its files, and the samples of each. Making one reads nothing.
+    """Reads one layout of images in the folder `root`: its files, and the samples of each. The constructor reads nothing.
 
-    labels: False ignores the labels, and needs none. val_share: the share of a source without a validation split that is held
-    out, see `is_held_out`; None: 0.1 without labels, and with labels such a source is refused. 0: the validation images, if any,
-    are not asked for.
+    labels: False ignores labels and does not require them. val_share: the share to hold out (see `is_held_out`) if the source has
+    no validation split; None is 0.1 without labels, and an error with labels; 0 skips the validation images, if any.
 
-    A location is a file's path below the root, or a Piece: training reads them by `read_one`, from several threads at once. A
+    A location is a file's path below the root, or a Piece; training reads these with `read_one`, from several threads at once. A
     layout with other locations is not `random_access`, and overrides `read`.
     """
 
     what = ""
-    """Its files, in messages."""
+    """The name of its files in messages."""
     random_access = True
     text_is_index = False
-    """Whether the layout writes indices as text, so that the labels "0" … "K−1" are the indices themselves."""
+    """Whether the layout writes indices as text, so that the labels "0" … "K−1" are the indices."""
     pixels = False
     classes: Sequence[str] | None = None
-    """The names of the labels 0 … K−1, of a source that declares them."""
+    """The names of the labels 0 … K−1, if the source declares them."""
 
     def __init__(self, root: Path, labels: bool = True, val_share: float | None = None) -> None:
         self.root = self.given = root
         self.labels, self.val_share = labels, val_share
         self.holds_out = not labels or val_share is not None
         self.names: dict[Label, str] = {}
-        """Names of some labels, of a source without `classes`."""
+        """Names of some labels, for a source without `classes`."""
 
     @classmethod
     @abstractmethod
     def files(cls, root: Path) -> list[Path]:
-        """What the layout has in `root`, by names or a few bytes; nothing where `root` is of another layout."""
+        """Find the layout's files in `root` by their names or a few bytes; [] if `root` has another layout."""
 
     def splits(self) -> Mapping[Split, Sequence[Any]]:
-        """The files of each split, or other parts of a source.
+        """Return the files of each split, or other parts of a source.
 
-        Raises DataError where a split has none; where `holds_out`, that may be the validation split.
+        Raises DataError if a split has none, except the validation split if `holds_out`.
         """
         return split_files(self.root, self.files(self.root), self.what, self.holds_out)
 
     @abstractmethod
     def samples(self, part: Any) -> Iterable[tuple[Location, Label | None]]:
-        """Each sample in one of the `splits`' files, and its label as the source has it. Raises DataError.
+        """Yield each sample in one of the parts from `splits`, with its label as stored. Raises DataError.
 
-        Without `labels`, None is a sample that has none, and anything else one that has.
+        Without `labels`, None means that the sample has no label, and anything else that it has one.
         """
 
     def listing(self) -> Listing:
-        """Every sample of both splits; where there are labels, those of the label -1 are left out with a notice.
+        """List all samples of both splits; with labels, samples with the label -1 are skipped with a notice.
 
-        Raises DataError where there is none, labels do not agree, or `val_share` does not fit.
+        Raises DataError if there are none, labels are inconsistent, or `val_share` does not fit.
         """
         locations: dict[Split, list[Location]] = {"train": [], "val": []}
         labels: dict[Split, list[Any]] = {"train": [], "val": []}
         parts_of = {split: parts for split, parts in self.splits().items() if split == "train" or self.val_share != 0}
         if self.val_share and "val" in parts_of:
-            raise DataError(f"{self.given} has a validation split of its own: leave out val_share, or move that split elsewhere")
+            raise DataError(f"{self.given} has a validation split of its own: leave out val_share, or move the split elsewhere")
         for split, parts in parts_of.items():
-            num_unlabelled = 0
+            num_unlabeled = 0
             for part in parts:
                 first = len(labels[split])
                 for location, label in self.samples(part):
                     if self.labels and label in (-1, "-1"):
-                        num_unlabelled += 1
+                        num_unlabeled += 1
                         continue
                     locations[split].append(location)
                     labels[split].append(label)
@@ -133,13 +132,13 @@ class LayoutReader(ABC):
                 if unnamed := {*labels[split][first:]} - {*range(len(self.classes))}:
                     shown = first_three(sorted(map(str, unnamed)))
                     raise DataError(
-                        f"{part}: there are labels without a class's name: {shown}; give labelled images of one data set"
+                        f"{part}: there are labels without a class name: {shown}; give labeled images of one data set"
                     )
-            if num_unlabelled:
-                lines = f"{num_unlabelled} {split} samples have the label -1, which means none"
+            if num_unlabeled:
+                lines = f"{num_unlabeled} {split} samples have the label -1 (unlabeled)"
                 if not labels[split]:
-                    raise DataError(f"{self.root}: all {lines}; give a labelled split")
-                notice(f"{self.root}: {lines}: they are left out")
+                    raise DataError(f"{self.root}: all {lines}; give a labeled split")
+                notice(f"{self.root}: {lines} and are skipped")
         both = {location for location in locations["train"] if isinstance(location, str)}.intersection(locations["val"])
         if both and len(both) < len(locations["val"]):
             notice(f"{self.root}: {len(both)} of the validation images are training images too: {first_three(sorted(both))}")
@@ -148,7 +147,7 @@ class LayoutReader(ABC):
         return Listing(classes, splits if "val" in parts_of else self._held_out(splits["train"], classes), self.pixels)
 
     def _held_out(self, every: SplitListing, classes: Sequence[str]) -> dict[Split, SplitListing]:
-        """Both splits of a source that has one. Raises DataError where one of them, or a class, would have no images."""
+        """Split a source without a validation split. Raises DataError if a split, or a class in training, would be empty."""
         if self.val_share == 0:
             return {"train": every, "val": SplitListing([], every.labels_N[:0])}
         share = self.val_share or _VAL_SHARE
@@ -158,7 +157,7 @@ class LayoutReader(ABC):
         if total and num_val in (0, total):
             raise DataError(f"{whole}; write another val_share, or put images into train/ and val/")
         if gone := sorted({*range(len(classes))} - {*every.labels_N[~held_out_N].tolist()}):
-            raise DataError(f"{whole}, all of {first_three([classes[label] for label in gone])} among them; write a smaller one")
+            raise DataError(f"{whole}, including all of {first_three([classes[label] for label in gone])}; write a smaller one")
         notice(f"data.val_share: {num_val:,} of {total:,} images are held out for validation, by a hash of their paths")
         chosen: dict[Split, NDArray[np.bool_]] = {"train": ~held_out_N, "val": held_out_N}
         return {
@@ -167,9 +166,10 @@ class LayoutReader(ABC):
         }
 
     def _numbered(self, labels: Mapping[Split, list[Any]]) -> tuple[tuple[str, ...], dict[Split, NDArray[np.int64]]]:
-        """The classes, and labels 0 … K−1 from whatever a source calls its labels: the sorted values that train has.
+        """Return the classes, the sorted label values of the training split, and each split's labels as indices 0 … K−1.
 
-        Without `labels` no classes, and -1. Numbers are sorted as numbers, text as text, as ImageFolder sorts its folders.
+        Without `labels`, there are no classes, and all labels are -1. Numbers are sorted as numbers, text as text, as ImageFolder
+        sorts its folders.
 
         Raises DataError for a value that only validation has.
         """
@@ -186,7 +186,7 @@ class LayoutReader(ABC):
         if unknown := sorted(map(str, set(map(kind, every)) - set(values))):
             shown = first_three(unknown)
             raise DataError(
-                f"{self.root}: validation has labels that train has not: {shown}; give the two splits of one data set"
+                f"{self.root}: validation has labels that train does not have: {shown}; give two splits of the same data set"
             )
         classes = tuple(printable(self.names.get(value, str(value))) for value in values)
         report_names(str(self.root), classes)
@@ -198,11 +198,11 @@ class LayoutReader(ABC):
         }
 
     def name(self, location: Location) -> str:
-        """The sample's name for messages, printable whatever its bytes are."""
+        """Return the sample's printable name for messages."""
         return printable(location if isinstance(location, str) else f"{location[0]}/{location[3]}")
 
     def read_one(self, location: Location) -> Sample:
-        """The sample. Raises UnreadableImageError where it cannot be read, OSError where disk or network fail."""
+        """Read a sample. Raises UnreadableImageError if it is unreadable, OSError if the disk or network fails."""
         if isinstance(location, str):
             return read_file(os.path.join(self.root, location))
         file, offset, size, _ = location
@@ -214,13 +214,13 @@ class LayoutReader(ABC):
         return self.decode(content)
 
     def decode(self, content: bytes) -> Sample:
-        """The sample that the bytes of a Piece hold. Raises UnreadableImageError."""
+        """Return the sample in the bytes of a Piece. Raises UnreadableImageError."""
         return content
 
     def read(self, locations: Sequence[Location]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
-        """For each location the sample's name, and its content or why that cannot be read.
+        """Yield, for each location, the sample's name, and its content or the error that makes it unreadable.
 
-        Raises OSError where disk or network fail, or a file of many samples has gone: that says nothing of the samples.
+        Raises OSError if the disk or network fails, or a file of many samples is gone, since the samples may be intact.
         """
         for location in locations:
             try:
@@ -230,24 +230,24 @@ class LayoutReader(ABC):
 
 
 def is_held_out(name: str, share: float) -> bool:
-    """Whether the sample of this name validates, where `share` of all do: whatever other samples there are."""
+    """Whether the sample of this name is in the validation `share`; this does not depend on the other samples."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < share * 2**64
 
 
 def split_name(root: Path, path: Path) -> str | None:
-    """The last word of a path below `root` that names a split, in lower case.
+    """Return the last word of a path below `root` that names a split, in lower case; None if there is none.
 
-    A word counts where it stands alone: `data/train-00000-of-00010.parquet`, `imagenet_val.tar`, `test/0.tar`.
+    Only whole words count: `data/train-00000-of-00010.parquet`, `imagenet_val.tar`, `test/0.tar`.
     """
     return next((word for word in _WORD.findall(str(path.relative_to(root)).lower())[::-1] if word in SPLIT_OF), None)
 
 
 def split_files(root: Path, files: Sequence[Path], what: str, holds_out: bool = False) -> dict[Split, list[Path]]:
-    """Files by the split that their paths below `root` name (see `choose_splits`), sorted; those that name none are a notice.
+    """Sort files into the splits that their paths below `root` name (see `choose_splits`); a notice lists the others.
 
-    holds_out: there may be no validation files, and where no file names a split, all are for training.
+    With `holds_out`, validation files may be missing, and if no file names a split, all are for training.
 
-    Raises DataError where a split has no files, or two names.
+    Raises DataError if a split has no files, or two names.
     """
     found: dict[str, list[Path]] = {}
     for path in sorted(files):
@@ -270,9 +270,9 @@ def split_files(root: Path, files: Sequence[Path], what: str, holds_out: bool = 
 
 
 def files_below(root: Path, pattern: str) -> list[Path]:
-    """Files in `root`, not more than _MAX_DEPTH folders deep, whose names match the regular expression, sorted.
+    """List the files at most _MAX_DEPTH folders below `root` whose names match the regular expression, sorted.
 
-    Hidden files are left out, and whatever lies in hidden folders.
+    Hidden files and folders are skipped.
     """
     known = re.compile(pattern)
     found = []
@@ -292,5 +292,5 @@ def is_image_folder(root: Path) -> bool:
 
 
 def has_folders(path: Path) -> bool:
-    """Whether a folder is there and has folders that are not hidden."""
+    """Whether a folder exists and has subfolders that are not hidden."""
     return path.is_dir() and any(entry.is_dir() and not is_hidden(entry.name) for entry in os.scandir(path))

@@ -1,4 +1,4 @@
-"""What becomes of an image as it is packed: nothing, a smaller JPEG, or pixels."""
+"""How images are converted when packed: not at all, to smaller JPEGs, or to pixels."""
 
 import io
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trainables.data.pack.image_check import check_header
 
 
 class Packed(NamedTuple):
-    """An image as the record keeps it: a file, or height · width · 3 bytes of RGB."""
+    """An image as stored in a record: a file, or height · width · 3 bytes of RGB."""
 
     content: bytes | memoryview
     width: int
@@ -20,18 +20,18 @@ class Packed(NamedTuple):
 
 
 def described(mode: dict[str, int]) -> str:
-    """A mode as options of `distill pack`."""
+    """Format a mode as options of `distill pack`."""
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in mode.items()) or "as is"
 
 
 @dataclass(frozen=True)
 class Mode:
-    """At most one of `max_side` and `raw` is set; none: the image stays as it is.
+    """How to convert images. At most one of `max_side` and `raw` is set; with neither, images are unchanged.
 
-    max_side: a JPEG of `quality` whose longer side has at most so many pixels (bicubic, antialiased). A gray or RGB JPEG that is
-    no larger keeps its bytes: another round of compression would only harm it.
-    raw: pixels, the shorter side at most so many (bilinear, antialiased, as validation resizes: so that its view of the
-    record equals its view of the original). Smaller images are not enlarged.
+    max_side: store a JPEG of `quality` whose longer side has at most this many pixels (bicubic, antialiased). A gray or RGB JPEG
+    that is no larger keeps its bytes, since compressing it again would only harm it.
+    raw: store pixels, with a shorter side of at most this many pixels (bilinear, antialiased, as in the validation view, which is
+    then the same for the record and the original). Smaller images are not enlarged.
     """
 
     max_side: int | None = None
@@ -40,15 +40,15 @@ class Mode:
 
     @property
     def shrinks(self) -> bool:
-        """Whether images may become smaller."""
+        """Whether images may be made smaller."""
         return self.max_side is not None or self.raw is not None
 
     def stores_pixels(self, source_has_pixels: bool) -> bool:
-        """Whether the set has pixels: by the mode, or because the source has them."""
+        """Whether the packed set stores pixels: because of the mode, or because the source has pixels."""
         return self.raw is not None or (source_has_pixels and self.max_side is None)
 
     def described(self) -> dict[str, int]:
-        """For the index; nothing where images stay as they are."""
+        """Return the mode as stored in the index; {} if images are unchanged."""
         if self.raw is not None:
             return {"raw": self.raw}
         return {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
@@ -57,7 +57,7 @@ class Mode:
         return described(self.described())
 
     def apply(self, sample: Sample, pixels: bool) -> Packed:
-        """The sample as a record keeps it, as pixels or as a file; see `stores_pixels`. Raises UnreadableImageError."""
+        """Convert the sample for a record, to `pixels` (see `stores_pixels`) or a file. Raises UnreadableImageError."""
         if pixels:
             image = decode_image(sample, reduced=self.raw is not None)
             if self.raw is not None and min(image.size) > self.raw:

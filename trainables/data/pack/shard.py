@@ -1,7 +1,6 @@
-"""One shard of a packed set: read its samples, change them as the mode says, write an Arrow file.
+"""Write one shard of a packed set: read its samples, convert them as the mode says, write an Arrow file.
 
-A shard is a function of the plan alone, so that it does not matter which process writes it, or when.
-Shapes: n samples of the shard.
+A shard depends only on the plan, so that any process may write it at any time. Shapes: n samples of the shard.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import pyarrow as pa  # here, so that processes that are forked have it
+import pyarrow as pa  # at the top, so that forked processes inherit it
 from numpy.typing import NDArray
 
 from trainables.data.decode import UnreadableImageError, decode_image
@@ -27,12 +26,12 @@ from trainables.errors import DataError, printable
 from trainables.rundir import replacing, write_json
 
 Unreadable = dict[str, str]
-"""{"split", "name", "reason"}: a line of the report."""
+"""A line of the report: {"split", "name", "reason"}."""
 
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What a process needs to write one shard of `dest`."""
+    """Everything a process needs to write one shard of `dest`."""
 
     dest: Path
     split: Split
@@ -42,7 +41,7 @@ class ShardJob:
     mode: Mode
     pixels: bool
     check: bool
-    """Decode every image, also one that looks whole."""
+    """Whether to decode every image, even if it looks complete."""
     split_listing: SplitListing
 
     @property
@@ -51,11 +50,11 @@ class ShardJob:
 
     @property
     def done(self) -> Path:
-        """Marks the shard as finished, and describes it."""
+        """The file that marks the shard as finished, and describes it."""
         return self.dest / UNFINISHED / f"{self.split}-{self.number:05}.json"
 
     def finished(self) -> tuple[File, list[Unreadable]] | None:
-        """What an earlier process has written of this shard; None where it is not finished."""
+        """Return the file and the unreadable images if an earlier process has finished this shard, else None."""
         try:
             stored = json.loads(self.done.read_bytes())
             file = File.model_validate(stored["file"])
@@ -65,17 +64,17 @@ class ShardJob:
             return None
 
     def is_whole(self) -> bool:
-        """Whether an earlier process has finished it and left nothing out; who calls again may have fixed what it left out."""
+        """Whether it is finished without unreadable images; if there were any, the user may have fixed them since."""
         finished = self.finished()
         return finished is not None and not finished[1]
 
 
 def write_shard(job: ShardJob) -> int:
-    """Write one shard, then the file that marks it as finished. Returns the number of samples that it was to have.
+    """Write one shard, then the file that marks it as finished. Return its number of samples, readable or not.
 
-    The Arrow file has one record batch, uncompressed, so that every image's bytes lie in it as they are.
+    The Arrow file has one uncompressed record batch, so that it contains every image's bytes unchanged.
 
-    Raises DataError where this machine does not see the source; OSError where the disk is full, or fails.
+    Raises DataError if this machine does not see the source, OSError if the disk is full or fails.
     """
     if not job.source.exists():
         raise DataError(f"{job.source} is not visible to {socket.gethostname()}: give a source that all nodes share")
@@ -115,7 +114,7 @@ def _texts(kind: Any, ends: NDArray[Any], joined: bytes | bytearray) -> Any:
 
 
 def shard_rows(path: Path) -> NDArray[np.int64]:
-    """ROW_COLUMNS of a shard (5, n): the label of each image, where its bytes lie in the file, and its size in pixels."""
+    """Return ROW_COLUMNS of a shard (5, n): each image's label, the position of its bytes in the file, and its size in pixels."""
     with pa.memory_map(os.fsencode(path)) as mapped:
         whole = mapped.read_buffer()
         batch = pa.ipc.open_file(whole).get_batch(0)
@@ -128,14 +127,14 @@ def shard_rows(path: Path) -> NDArray[np.int64]:
 
 
 def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
-    """The rows of a split from those of its shards, each (5, n)."""
+    """Write the rows of a split, given those of its shards, each (5, n)."""
     joined = np.concatenate(rows, axis=1)
     columns = [to_arrow(column.astype(kind)) for column, kind in zip(joined, ROW_COLUMNS.values(), strict=True)]
     return write_batch(path, pa.record_batch(columns, names=list(ROW_COLUMNS)))
 
 
 def write_batch(path: Path, batch: Any) -> File:
-    """Write one record batch as an Arrow file, hashed on its way."""
+    """Write one record batch as an Arrow file, and hash it on the way."""
     with replacing(path) as temporary, open(temporary, "wb") as file:
         sink = _Hashed(file)
         with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -145,7 +144,7 @@ def write_batch(path: Path, batch: Any) -> File:
 
 
 class _Hashed:
-    """A file that is hashed while it is written."""
+    """A writable file that hashes what is written."""
 
     closed = False
 

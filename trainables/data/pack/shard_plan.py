@@ -1,4 +1,4 @@
-"""Which samples go into which shard, by the source and the mode alone; and how finished shards become a set under one index."""
+"""Plan which samples go into which shard, by the source and the mode alone, and combine finished shards under one index."""
 
 import hashlib
 import json
@@ -20,13 +20,13 @@ from trainables.rundir import write_atomic, write_json
 
 SHARD_BYTES = 256 * 2**20
 SHARD_ROWS = 8192
-"""Sets of tiny images have more than one shard too: what cores share is shards."""
+"""Gives sets of tiny images more than one shard too, since shards are what cores work on in parallel."""
 _PROBES = 64
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Everything that a packed set depends on, byte by byte."""
+    """Everything that determines the bytes of a packed set."""
 
     source: Path
     kind: str
@@ -36,7 +36,7 @@ class PackPlan:
     jobs: tuple[ShardJob, ...]
     expected_bytes: int
     fingerprint: str
-    """Of the arguments, the samples' locations and their labels: two plans with the same make the same set."""
+    """A hash of the arguments, the samples' locations and their labels: equal fingerprints give equal sets."""
 
     @property
     def num_samples(self) -> int:
@@ -53,12 +53,12 @@ def plan_pack(
     labels: bool = True,
     val_share: float | None = None,
 ) -> PackPlan:
-    """List the source and cut it into shards of about `shard_bytes`, with the same number of samples but a split's last.
+    """List the source and cut it into shards of about `shard_bytes`, with equally many samples except in a split's last.
 
-    labels, val_share: see LayoutReader.
-    Sizes are estimated from a few samples spread over each split: to ask a million files for theirs takes minutes on a network.
+    For `labels` and `val_share`, see LayoutReader. Sizes are estimated from a few samples spread over each split, since a `stat`
+    of a million files takes minutes on a network disk.
 
-    Raises DataError where the source is of no known layout, or its labels do not agree.
+    Raises DataError if the layout of the source is unknown, or its labels are inconsistent.
     """
     kind = find_reader(source, labels)
     reader = READERS[kind](source, labels, val_share)
@@ -87,7 +87,7 @@ def plan_pack(
 def _mean_bytes(
     reader: LayoutReader, source: Path, mode: Mode, pixels: bool, locations: Sequence[Location], split: Split
 ) -> float:
-    """Mean bytes of a packed image, from a few that are spread over the split."""
+    """Estimate the mean bytes per packed image from a few samples spread over the split."""
     sizes: list[int] = []
     reasons: list[str] = []
     for name, sample in reader.read(locations[:: -(-len(locations) // _PROBES)]):
@@ -105,17 +105,17 @@ def _mean_bytes(
 
 
 def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Index:
-    """Write rows, report and, last of all, the index; then forget how they came about.
+    """Write the rows, the report and finally the index; then delete the files that recorded the progress.
 
-    The report, `unreadable.jsonl`, has a line {"split", "name", "reason"} for each image that was left out.
+    The report, `unreadable.jsonl`, has a line {"split", "name", "reason"} for each skipped image.
 
-    Raises DataError where a split has no readable image; or, if `strict`, where one image is not readable.
+    Raises DataError if a split has no readable image or, with `strict`, if any image is unreadable.
     """
     shards = [(job, job.finished()) for job in plan.jobs]
     unreadable: list[Unreadable] = []
     for job, finished in shards:
         if finished is None:
-            raise DataError(f"{dest / job.file} has vanished while it was packed; the same command once more writes it again")
+            raise DataError(f"{dest / job.file} has vanished during packing; run the same command again to rewrite it")
         unreadable += finished[1]
     report = dest / UNREADABLE
     write_atomic(report, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unreadable).encode())
@@ -123,13 +123,13 @@ def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Inde
         first = unreadable[0]
         raise DataError(
             f"{plan.source}: {len(unreadable)} unreadable images, such as {first['name']} ({first['reason']}), all in {report}; "
-            f"fix them or leave out --strict, and the same command goes on; if you remove them, remove {dest} too"
+            f"fix them or leave out --strict, then run the same command again; if you remove them, remove {dest} too"
         )
     splits: dict[Split, SplitIndex] = {}
     for split in ("train", "val"):
         files = tuple(finished[0] for job, finished in shards if finished and job.split == split)
         if not any(file.rows for file in files):
-            raise DataError(f"{plan.source}: not one {split} image can be read; their reasons are in {report}")
+            raise DataError(f"{plan.source}: no {split} image can be read; {report} has the reasons")
         rows = write_rows(dest / f"{split}.rows.arrow", [shard_rows(dest / file.file) for file in files])
         splits[split] = SplitIndex(rows=rows, shards=files)
     index = Index(

@@ -1,1 +1,1 @@
-"""Where a set lies while workers read it: a node's copy, its cache, or shards that come from a server as they are needed."""
+"""Local storage of a set while workers read it: a node's copy or cache, with shards fetched from a server as needed."""

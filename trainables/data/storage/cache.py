@@ -1,8 +1,8 @@
-"""A node's cache of data: BASE/raydistill-UID/SET/data has the files of one set, which all processes of the node share.
+"""A node's cache of data: BASE/raydistill-UID/SET/data has the files of one set, shared by all processes of the node.
 
-A file gets its name when it is whole and verified, so that a kill at any moment leaves a cache that serves again. All sets below
-BASE share one budget. A set that no process uses makes room for others, and within a set the files that were used longest ago,
-as far as its reader allows. `cleaner.py` removes a set that is not used any more.
+A file gets its name only once it is complete and verified, so that a kill at any moment leaves a usable cache. All sets below
+BASE share one budget. To make room, sets in use by no process are removed, and within a set the least recently used files that
+its reader can spare. `cleaner.py` removes a set once it is unused.
 """
 
 import contextlib
@@ -25,29 +25,29 @@ from trainables.rundir import fsync_directory
 from trainables.user_folder import user_folder
 
 GRACE_S = 60.0
-"""How long an unused set stays: the next stage of a run, or the next trial of a sweep, takes it over."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""How long an unused set is kept for the next stage of a run, or the next trial of a sweep."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _log = logging.getLogger("raydistill")
 
 
-class NoRoomError(NotRetriedError):
+class DiskFullError(NotRetriedError):
     """The file system that a file is written to is full."""
 
 
 @contextlib.contextmanager
-def no_room_if_full() -> Iterator[None]:
-    """Make of an OSError of a full disk a NoRoomError."""
+def detect_full_disk() -> Iterator[None]:
+    """Turn an OSError of a full disk into a DiskFullError."""
     try:
         yield
     except OSError as error:
-        if error.errno in NO_ROOM:
-            raise NoRoomError from None
+        if error.errno in DISK_FULL:
+            raise DiskFullError from None
         raise
 
 
 @contextlib.contextmanager
 def reported_as(setting: str, base: str, instead: str) -> Iterator[None]:
-    """Make of an OSError the DataError of the `setting` by which `base` is used; `instead`: what to write."""
+    """Turn an OSError into a DataError of the `setting` that names `base`; `instead` says what to write."""
     try:
         yield
     except OSError as error:
@@ -55,20 +55,20 @@ def reported_as(setting: str, base: str, instead: str) -> Iterator[None]:
 
 
 class Cache:
-    """The files of one set on this node, which stay until `close`. Safe across threads and processes."""
+    """The files of one set on this node, kept until `close`. Thread- and process-safe."""
 
     def __init__(
         self, base: str, identity: str, *, limit_mib: int | None = None, share: float = 1.0, grace_s: float = GRACE_S
     ) -> None:
-        """`limit_mib`: of all sets below `base` together; None: the `share` of what they take and what is free.
+        """`limit_mib` limits all sets below `base` together; None: to the `share` of the space that they use or that is free.
 
-        Raises OSError where `base` cannot be used.
+        Raises OSError if `base` cannot be used.
         """
         while True:
             self._root = user_folder(base)
             self._set = self._root / identity
             self.folder, self._room = self._set / "data", self._root / ROOM
-            with contextlib.suppress(FileNotFoundError):  # others have removed the set or its root in this moment
+            with contextlib.suppress(FileNotFoundError):  # raced with the removal of the set or its root
                 self._set.mkdir(mode=0o700, exist_ok=True)
                 if users := try_lock(self._set / USERS, operation=fcntl.LOCK_SH):
                     os.utime(self._set / USERS)
@@ -77,35 +77,35 @@ class Cache:
         self._users = users
         if not is_locked(self._set / CLEANER):
             _start_cleaner(self._set, grace_s)
-        for part in self._set.glob("*.part"):  # of processes that were killed
+        for part in self._set.glob("*.part"):  # left by killed processes
             if lock := try_lock(part, wait_s=0):
                 part.unlink()
                 lock.release()
         for other in self._others():
-            if not is_locked(other / CLEANER):  # of a machine that died
+            if not is_locked(other / CLEANER):  # left by a machine crash
                 remove_unused(str(other))
         self.limit_bytes = limit_mib << 20 if limit_mib else int(share * (self._used_bytes() + free_bytes(self._root)))
 
     def close(self) -> None:
-        """This process uses the set no more."""
+        """Release the set: this process no longer uses it."""
         self._users.release()
 
     def has(self, name: str, num_bytes: int) -> bool:
-        """Whether a file is here: it was verified before it got its name, and is still all there."""
+        """Whether a file is in the cache with this size; it was verified before it got its name."""
         try:
             return os.stat(self.folder / name).st_size == num_bytes
         except FileNotFoundError:
             return False
 
     def num_bytes(self) -> int:
-        """What the files of this set take."""
+        """Return the total size of this set's files."""
         return _num_bytes(self._set)
 
     def room_bytes(self) -> int:
-        """What the files of this set may take, those that are here included: the budget but for other sets in use."""
+        """Return the total size that this set's files may reach: the budget minus other sets in use."""
         return self.limit_bytes - sum(_num_bytes(other) for other in self._others() if cleaner.is_used(str(other)))
 
-    def bring(
+    def ensure(
         self,
         name: str,
         num_bytes: int,
@@ -115,37 +115,37 @@ class Cache:
         required: bool = False,
         check_stopped: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Have `write` fill a file, durably, unless it is here; False where it finds no room. One process writes, others wait.
+        """Unless the file is in the cache, let `write` fill it durably; False if there is no room. Other processes wait.
 
-        The file has its length from the beginning, which is what others count of it: `write` does not open it anew.
-        `removable`: files of this set that may go. `required`: also over the budget, as long as the disk has room.
+        The file has its full length from the start, since other processes count it: `write` must not truncate it.
+        `removable` are files of this set that may be removed. `required` may exceed the budget while the disk has room.
 
-        Raises OSError, and what `write` and `check_stopped` raise, but for NoRoomError.
+        Raises OSError, and what `write` and `check_stopped` raise except DiskFullError.
         """
         part, is_moved, limit_bytes = self._set / f"{name}.part", False, self.limit_bytes
-        with locked(part, check_stopped):  # a lock that others get where its owner is killed
+        with locked(part, check_stopped):  # the lock is released if its owner is killed
             try:
                 while not (is_moved or self.has(name, num_bytes)):
                     with locked(self._room):
-                        os.truncate(part, 0)  # of a process that was killed
+                        os.truncate(part, 0)  # discard what a killed process left
                         if not (self._make_room(num_bytes, limit_bytes, removable) or required):
                             return False
-                        with contextlib.suppress(OSError):  # then writing fails, too
-                            os.truncate(part, num_bytes)  # it counts before it is there: all processes write at the same time
+                        with contextlib.suppress(OSError):  # writing will fail too
+                            os.truncate(part, num_bytes)  # reserves the space: several processes write at the same time
                     try:
                         write(part)
                         os.replace(part, self.folder / name)
                         is_moved = True
-                    except NoRoomError:  # others have filled the disk
+                    except DiskFullError:  # others have filled the disk
                         required, limit_bytes = False, self._used_bytes() - part.stat().st_size
                     fsync_directory(self.folder)
                 return True
             finally:
-                if not is_moved:  # else it may be another process's that has waited
+                if not is_moved:  # otherwise the name may belong to a process that waited
                     part.unlink(missing_ok=True)
 
     def _make_room(self, num_bytes: int, limit_bytes: int, removable: Collection[str] = ()) -> bool:
-        """Remove what is not needed until so many bytes fit; nothing of this set where they cannot. Callers lock ROOM."""
+        """Remove unneeded files until `num_bytes` fit; if they cannot, keep this set's files. Callers lock ROOM."""
         if self._used_bytes() + num_bytes <= limit_bytes:
             return True
         for other in self._others():
@@ -162,19 +162,19 @@ class Cache:
         return True
 
     def _used_bytes(self) -> int:
-        """What all sets take."""
+        """Return the total size of all sets."""
         return sum(map(_num_bytes, (self._set, *self._others())))
 
     def _others(self) -> list[Path]:
-        """The other sets. Others have their folders here too."""
+        """List the folders of other sets; the root may contain unrelated folders."""
         return [users.parent for users in self._root.glob(f"*/{USERS}") if users.parent != self._set]
 
 
 def _num_bytes(folder: Path) -> int:
-    """What the files of a set take, those included that are being written."""
+    """Return the total size of a set's files, including those being written."""
     total = 0
     for path in (*folder.glob("*.part"), *folder.glob("data/*")):
-        with contextlib.suppress(FileNotFoundError):  # renamed or removed in this moment
+        with contextlib.suppress(FileNotFoundError):  # raced with a rename or removal
             total += path.stat().st_size
     return total
 
@@ -188,4 +188,4 @@ def _start_cleaner(folder: Path, grace_s: float) -> None:
             command, check=True, start_new_session=True, cwd="/", env=environment, stdin=silent, stdout=silent, stderr=silent
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        _log.warning("%s will stay when the job has ended: the process that removes it cannot be started: %s", folder, error)
+        _log.warning("%s will not be removed after the job: its cleaner process cannot be started: %s", folder, error)

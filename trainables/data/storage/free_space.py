@@ -1,4 +1,4 @@
-"""How many bytes a node still takes: of its disk, and of its memory, also in a container."""
+"""How many bytes can still be written to a node's disk or memory, also in a container."""
 
 import contextlib
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 import psutil
 
 RAM = "/dev/shm"
-_MEMORY_SHARE = 0.9  # of the free memory: the rest is for the job itself
+_MEMORY_SHARE = 0.9  # of the free memory; the rest is for the job itself
 
 
 def free_bytes(folder: Path) -> int:
-    """What can still be written below `folder`; in memory no more than the machine, or the container, has to give."""
+    """Return how much can still be written below `folder`; in RAM, at most what the machine or container has free."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if str(folder).startswith(RAM):
@@ -20,9 +20,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def _container_bytes(memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Memory that this process may still take by its control group and those above it, of version 1 or 2 of control groups.
+    """Return the memory that this process may still use under its control group and the parents (cgroup v1 or v2).
 
-    A container may see the path that its group has on the machine, and only its own group as the root.
+    In a container, the path may be that on the host while only the container's own group is visible, as the root.
     """
     free = float("inf")
     with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def _container_bytes(memberships: Path = Path("/proc/self/cgroup"), root: Path =
 
 
 def _group_bytes(group: Path, limit: str, used: str, reclaimable: str) -> float:
-    """What one control group may still take, by its files of these names; what the kernel can reclaim counts as free."""
+    """Return what a control group may still use, read from files of these names; reclaimable memory counts as free."""
     try:
         if (limit_bytes := (group / limit).read_text().strip()) == "max":
             return float("inf")
@@ -53,7 +53,7 @@ def _group_bytes(group: Path, limit: str, used: str, reclaimable: str) -> float:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size as a message shows it: three digits and a binary unit."""
+    """Format a size for messages: three digits and a binary unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

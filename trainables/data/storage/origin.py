@@ -1,4 +1,4 @@
-"""Where a packed set lies: in a folder, or at s3://, gs://, hdfs://, file:// or any other URI that pyarrow or fsspec opens."""
+"""Read a packed set from its folder, or from s3://, gs://, hdfs://, file:// or any URI that pyarrow or fsspec opens."""
 
 import hashlib
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from trainables.data.index import File
-from trainables.data.storage.cache import no_room_if_full
+from trainables.data.storage.cache import detect_full_disk
 from trainables.errors import DataError, DataUnavailableError, StorageError, StorageUnavailableError
 from trainables.object_store.retries import NotRetriedError, with_retries
 from trainables.object_store.store import file_system, is_uri
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 
 class StoppedError(NotRetriedError):
-    """A transfer that was cancelled."""
+    """A transfer was canceled."""
 
 
 class Origin:
-    """The files of a packed set in a folder or below a URI. Safe from several threads at once.
+    """The files of a packed set in a folder or below a URI. Thread-safe.
 
-    Credentials and endpoint come from where the file system looks for them: AWS_ENDPOINT_URL, …
+    Credentials and the endpoint come from the file system's usual sources, such as AWS_ENDPOINT_URL.
     """
 
     def __init__(self, path: str, retry_s: float = 0.0) -> None:
-        """`retry_s`: how long to go on trying when reading fails; 0 where trying again does not help."""
+        """`retry_s` is how long to retry failed reads; 0 if retrying does not help."""
         self.path, self.retry_s = path.rstrip("/") if is_uri(path) else path, retry_s
         self._root: tuple[Any, str] | None = None
 
     def open(self, name: str) -> BinaryIO:
-        """A file, to be read and seeked. Raises OSError, or what a file system's library raises."""
+        """Open a seekable file for reading. Raises OSError, or an error of the file system's library."""
         if not is_uri(self.path):
             return open(self.full_path(name), "rb", buffering=0)
         if self._root is None:
@@ -43,11 +43,11 @@ class Origin:
         return system.open_input_file(f"{root}/{name}")  # type: ignore[no-any-return]
 
     def full_path(self, name: str) -> str:
-        """The file's path or URI."""
+        """Return the file's path or URI."""
         return os.path.join(self.path, name)
 
     def read(self, name: str) -> bytes:
-        """A small file. Raises DataError as `_retried` does."""
+        """Read a small file. Raises DataError as `_retried` does."""
 
         def attempt() -> bytes:
             with self.open(name) as file:
@@ -56,17 +56,17 @@ class Origin:
         return self._retried(name, attempt)
 
     def fetch(self, file: File, target: Path, check_stopped: Callable[[], None] = lambda: None) -> None:
-        """Write the verified bytes of `file` to the file `target`, which is there, durably.
+        """Write the verified bytes of `file` durably to `target`, which must exist.
 
-        A broken connection goes on from the byte that it reached. A file that is not the one of the index is fetched again, since
-        it may have been altered on its way here, and then an error.
+        A broken connection is resumed at the byte that it reached. A file that does not match the index is fetched once more,
+        since it may have been altered in transfer; then it is an error.
 
         Raises:
-            DataError: it cannot be read for `retry_s`, or it is not the one of the index.
-            NoRoomError: the disk is full.
-            StoppedError: of `check_stopped`.
+            DataError: it cannot be read within `retry_s`, or it does not match the index.
+            DiskFullError: the disk is full.
+            StoppedError: raised by `check_stopped`.
         """
-        with no_room_if_full(), open(target, "r+b", buffering=0) as part:  # it may be as long as it will be
+        with detect_full_disk(), open(target, "r+b", buffering=0) as part:  # it may already have its full length
             for tries_left in (1, 0):
                 problem = self._download(file, part, check_stopped)
                 if problem is None:
@@ -78,7 +78,7 @@ class Origin:
                 _log.warning("%s %s: fetching it again", self.full_path(file.file), problem)
 
     def _download(self, file: File, part: BinaryIO, check_stopped: Callable[[], None]) -> str | None:
-        """Write the file's bytes to `part`. What is wrong with them; None: nothing."""
+        """Write the file's bytes to `part`. Return what is wrong with them, or None."""
         digest, done = hashlib.sha256(), 0
         part.seek(0)
 
@@ -96,14 +96,14 @@ class Origin:
         if done != file.bytes:
             more = "at least " if done > file.bytes else ""
             return f"has {more}{done:,} bytes, and its index says {file.bytes:,}"
-        return None if digest.hexdigest() == file.sha256 else "has another checksum than its index says"
+        return None if digest.hexdigest() == file.sha256 else "does not match the checksum in its index"
 
     def _retried(self, name: str, attempt: Callable[[], T], **more: Any) -> T:
-        """What `attempt`, which reads a file, returns; see `with_retries`.
+        """Return the result of `attempt`, which reads a file; see `with_retries`.
 
         Raises:
-            DataUnavailableError: it was in vain for `retry_s`.
-            DataError: the server's answer will not change.
+            DataUnavailableError: all attempts within `retry_s` failed.
+            DataError: the error is permanent.
         """
         try:
             return with_retries(attempt, f"{self.full_path(name)} cannot be read", lambda: self.retry_s, **more)
@@ -116,7 +116,7 @@ class Origin:
 def _write(target: BinaryIO, chunk: bytes) -> None:
     view = memoryview(chunk)
     try:
-        with no_room_if_full():
+        with detect_full_disk():
             while view:
                 view = view[target.write(view) :]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A packed set at a URI: the index and the rows are read at once, the shards come to a folder of this node."""
+"""A packed set at a URI: the index and the rows are read at the start, the shards are fetched to a local folder."""
 
 import errno
 import tempfile
@@ -23,41 +23,41 @@ _FREE_SHARE = 0.9
 
 
 class RemoteRecords(RecordsSource):
-    """One split of a packed set whose shards come to this node as they are needed; see `open_remote`."""
+    """One split of a packed set whose shards are fetched to this node as needed; see `open_remote`."""
 
     _shards: RemoteShards
     opened_with: tuple[DataConfig, Split, float]
 
     def follow(self, order: Order, epoch: int, position: int) -> None:
-        """Fetch ahead what `order` needs from this position on; called as reading goes on."""
+        """Prefetch what `order` needs from this position on; called repeatedly as reading proceeds."""
         self._shards.follow(order, epoch, position)
 
     def check_room(self, shuffle: str) -> None:
-        """Refuse an order that would fetch shards again and again. `shuffle`: `data.shuffle`, or `none` for validation.
+        """Refuse an order that would fetch shards repeatedly. `shuffle` is `data.shuffle`, or `none` for validation.
 
-        Raises DataError: what it needs at hand, and the size of the cache.
+        Raises DataError with the cache size that the order needs, and the actual one.
         """
         shards, cache = self._shards.shards, self._shards.cache
         room_bytes = cache.room_bytes()
         total_bytes, largest_bytes = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
         needed_bytes = largest_bytes if shuffle == "none" else total_bytes
-        if window := shuffle_window(shuffle):  # which may begin and end in the middle of a shard
+        if window := shuffle_window(shuffle):  # a window may begin and end in the middle of a shard
             needed_bytes = min(total_bytes, total_bytes * window // len(self) + 2 * largest_bytes)
-        # Validation reads between epochs, and training goes on with what it had.
+        # validation reads between epochs, and must not evict what training needs
         val_bytes = self._shards.largest_val_bytes if self.opened_with[1] == "train" else 0
         needed_bytes += val_bytes
         if needed_bytes <= room_bytes:
             return
         what = (
-            f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs {format_bytes(needed_bytes)} at hand, "
-            f"more than the {format_bytes(room_bytes)} of the cache in {cache.folder}"
+            f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs a cache of {format_bytes(needed_bytes)}, "
+            f"more than the {format_bytes(room_bytes)} of the one in {cache.folder}"
         )
         samples = (room_bytes - val_bytes - 2 * largest_bytes) * len(self) // total_bytes
         smaller = f"data.shuffle=window({samples}) or smaller, or " if shuffle != "none" and samples > 0 else ""
         raise DataError(f"{what}; write {smaller}a larger data.cache_mib, or a folder with more room as data.stage")
 
     def close(self) -> None:
-        """This process needs the shards no more: the threads that fetch end, and reads that wait for a shard."""
+        """Release the shards, and end the threads that fetch them and the reads that wait for one."""
         self._shards.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,11 +65,11 @@ class RemoteRecords(RecordsSource):
 
 
 def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> RemoteRecords:
-    """One split of the packed set at the URI `data.path`.
+    """Open one split of the packed set at the URI `data.path`.
 
-    Its shards will come to `data.stage`, or the folder for temporary files. All processes of the node share them.
+    Shards are fetched to `data.stage`, or to the folder for temporary files, and shared by all processes of the node.
 
-    Raises DataError: the server does not answer, has no packed set there, or the folder cannot be used.
+    Raises DataError if the server does not answer, has no packed set there, or the folder cannot be used.
     """
     origin = Origin(data.path, OPENING_S)
     try:
@@ -87,7 +87,7 @@ def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> Rem
     with reported_as(*use):
         cache = Cache(base, f"remote-{set_identity(index)}", limit_mib=data.cache_mib, share=_FREE_SHARE)
         try:
-            if not cache.bring(rows.file, rows.bytes, partial(origin.fetch, rows), required=True):
+            if not cache.ensure(rows.file, rows.bytes, partial(origin.fetch, rows), required=True):
                 raise OSError(errno.ENOSPC, "it is full")
         except BaseException:
             cache.close()

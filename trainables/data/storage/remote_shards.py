@@ -1,6 +1,6 @@
-"""Shards of a distant packed set in a node's cache: fetched ahead of their use, the ones that were read longest ago make room.
+"""Shards of a remote packed set in a node's cache: prefetched before their use, and evicted least recently used first.
 
-A file is opened for every read, so that one that was removed costs no disk: who still needs it fetches it again.
+A file is opened for every read, so that an evicted one takes no disk space; a reader that still needs it fetches it again.
 
 Shapes: B positions, S shards of the split.
 """
@@ -24,32 +24,32 @@ from trainables.data.storage.free_space import format_bytes
 from trainables.data.storage.origin import Origin, StoppedError
 from trainables.errors import DataError, DataUnavailableError
 
-_NUM_THREADS = 4  # shards fetched at a time
+_NUM_THREADS = 4  # shards fetched at the same time
 _TOUCH_EVERY_S = 1.0
-_LOOK_AGAIN_S = 1.0
-_RETRY_AHEAD_S = 10.0  # until a shard is fetched ahead again whose server did not answer
-_SPAN = 4096  # positions: their shards are found in milliseconds, and a shard holds about as many samples
-_MAX_SPANS = 1024  # that are remembered
+_POLL_S = 1.0
+_PREFETCH_RETRY_S = 10.0  # pause before retrying a prefetch when the server did not answer
+_SPAN = 4096  # positions looked up together: takes milliseconds, and a shard has about as many samples
+_MAX_SPANS = 1024  # spans cached
 _log = logging.getLogger("raydistill")
 
 
 class Upcoming:
-    """The shards that an order needs from `at`, an epoch and a position, on. Callers lock."""
+    """The shards that an order needs from `at`, an (epoch, position), on. Not thread-safe: callers lock."""
 
     def __init__(self, shards: Sequence[File], order: Order, *, repeats: bool) -> None:
-        """`repeats`: an epoch follows on another at once, as in training; validation comes again a while later."""
+        """`repeats`: the next epoch follows immediately, as in training but not in validation."""
         self.order, self.at = order, (0, 0)
-        self._ahead = copy.copy(order)  # an order remembers its last epoch: this one goes ahead of it
+        self._ahead = copy.copy(order)  # an order caches its last epoch, and this copy is ahead of the reader's
         self._repeats = repeats
         self._bytes_S = [shard.bytes for shard in shards]
         self._ends_S = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
         self._found = lru_cache(_MAX_SPANS)(self._find)
 
     def shards(self, max_bytes: int) -> list[int]:
-        """In the order of their first use, as many as `max_bytes` take together, at least one; of one epoch at most."""
+        """Return the next shards by first use, as many as fit into `max_bytes` but at least one, up to an epoch ahead."""
         epoch, position = self.at
         size = self.order.num_shown
-        found = dict.fromkeys(self._find(epoch, position))  # of what is left of the present span
+        found = dict.fromkeys(self._find(epoch, position))  # the rest of the current span
         later = {epoch: range((position // _SPAN + 1) * _SPAN, size, _SPAN)}
         if self._repeats:
             later[epoch + 1] = range(0, position, _SPAN)
@@ -62,7 +62,7 @@ class Upcoming:
         return list(found)[: max(1, int(np.searchsorted(total_bytes_S, max_bytes, side="right")))]
 
     def _find(self, epoch: int, begin: int) -> list[int]:
-        """The shards of a span's positions from `begin` on."""
+        """Return the shards of a span's positions from `begin` on."""
         positions_B = np.arange(begin, min((begin // _SPAN + 1) * _SPAN, self.order.num_shown))
         shards_B = np.searchsorted(self._ends_S, self._ahead.at(epoch, positions_B), side="right")
         shards, first_use = np.unique(shards_B, return_index=True)
@@ -70,9 +70,9 @@ class Upcoming:
 
 
 class RemoteShards:
-    """One split's shards, which all processes of the node share.
+    """The shards of one split, shared by all processes of the node.
 
-    A shard that is not there is fetched by whoever reads it. Once `follow` was called, threads fetch ahead.
+    Reading a missing shard fetches it. After the first call of `follow`, threads prefetch shards.
     """
 
     def __init__(self, origin: Origin, cache: Cache, index: Index, split: Split) -> None:
@@ -84,18 +84,18 @@ class RemoteShards:
         self._repeats = split == "train"
         self._changed = threading.Condition()
         self._fetched_now: set[int] = set()
-        self._failed: dict[int, DataError] = {}  # whoever reads one gets its error
+        self._failed: dict[int, DataError] = {}  # raised when the shard is read
         self._threads: list[threading.Thread] = []
         self._closed = False
 
     def path(self, shard: int) -> Path:
-        """Where the shard's file lies, while it is here."""
+        """Return the path of the shard's local file, which may not exist."""
         return self.cache.folder / self.shards[shard].file
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """`size` bytes of a shard from `offset` on; waits until the shard is there.
+        """Read `size` bytes of a shard from `offset` on; waits until the shard is fetched.
 
-        Raises DataError where it cannot be fetched, is not the one of the index, or finds no room.
+        Raises DataError if it cannot be fetched, does not match the index, or does not fit on the disk.
         """
         path = self.path(shard)
         while True:
@@ -106,16 +106,16 @@ class RemoteShards:
                         self._touched_at[shard] = time.monotonic()
                         os.utime(file.fileno())
             except FileNotFoundError:
-                self._bring(shard)
+                self._ensure(shard)
                 continue
             except OSError as error:
                 raise DataError(f"data.path: {path} cannot be read: {error.strerror}") from None
             if len(content) < size:
-                raise DataError(f"data.path: {path} was cut off while it was in use: remove {self.cache.folder.parent}")
+                raise DataError(f"data.path: {path} was truncated while in use; remove {self.cache.folder.parent}")
             return content
 
     def follow(self, order: Order, epoch: int, position: int) -> None:
-        """Fetch ahead what `order` needs from this position on; called as reading goes on."""
+        """Prefetch what `order` needs from this position on; called repeatedly as reading proceeds."""
         with self._changed:
             if self._upcoming is None or self._upcoming.order is not order:
                 self._upcoming = Upcoming(self.shards, order, repeats=self._repeats)
@@ -123,11 +123,11 @@ class RemoteShards:
             if (epoch, position // _SPAN) != (at[0], at[1] // _SPAN):
                 self._changed.notify_all()
             while len(self._threads) < min(_NUM_THREADS, len(self.shards)):
-                self._threads.append(threading.Thread(target=self._fetch_ahead, name="fetch", daemon=True))
+                self._threads.append(threading.Thread(target=self._prefetch, name="fetch", daemon=True))
                 self._threads[-1].start()
 
     def close(self) -> None:
-        """End the threads, and the reads that wait for a shard; the files are needed no more."""
+        """Release the files, and end the threads and the reads that wait for a shard."""
         self._closed = True
         self.cache.close()
 
@@ -135,8 +135,8 @@ class RemoteShards:
         if self._closed or not threading.main_thread().is_alive():
             raise StoppedError
 
-    def _fetch_ahead(self) -> None:
-        """A thread's work until `close`: to fetch the first shard that is needed and not here, again and again."""
+    def _prefetch(self) -> None:
+        """Until `close`, repeatedly fetch the first upcoming shard that is missing."""
         with contextlib.suppress(StoppedError):
             while True:
                 self._check_stopped()
@@ -144,18 +144,18 @@ class RemoteShards:
                     upcoming = self._upcoming.shards(self.cache.limit_bytes) if self._upcoming else []
                     shard = next(filter(self._is_missing, upcoming), None)
                     if shard is None:
-                        self._changed.wait(_LOOK_AGAIN_S)
+                        self._changed.wait(_POLL_S)
                         continue
                     self._fetched_now.add(shard)
                 pause_s = 0.0
                 try:
-                    if not self._bring(shard, upcoming[: upcoming.index(shard)]):
-                        pause_s = _LOOK_AGAIN_S
+                    if not self._ensure(shard, upcoming[: upcoming.index(shard)]):
+                        pause_s = _POLL_S
                 except DataUnavailableError as error:  # the server may be back before the shard is needed
-                    _log.warning("a shard was not fetched ahead, and will be tried again: %s", error)
-                    pause_s = _RETRY_AHEAD_S
-                except DataError:  # whoever reads the shard gets it
-                    pause_s = _LOOK_AGAIN_S
+                    _log.warning("a shard could not be prefetched, will retry: %s", error)
+                    pause_s = _PREFETCH_RETRY_S
+                except DataError:  # raised again when the shard is read
+                    pause_s = _POLL_S
                 with self._changed:
                     if pause_s:
                         self._changed.wait(pause_s)
@@ -165,8 +165,8 @@ class RemoteShards:
         file = self.shards[shard]
         return not (shard in self._fetched_now or shard in self._failed or self.cache.has(file.file, file.bytes))
 
-    def _bring(self, shard: int, needed_before: list[int] | None = None) -> bool:
-        """Fetch a shard unless it is here; whether it is. Ahead of its use only at the cost of files not `needed_before`.
+    def _ensure(self, shard: int, needed_before: list[int] | None = None) -> bool:
+        """Fetch a shard if it is missing; return whether it is here. A prefetch evicts no shards that are `needed_before`.
 
         Raises:
             DataError: it cannot be fetched, or the folder cannot be used.
@@ -181,19 +181,19 @@ class RemoteShards:
             try:
                 self.origin.fetch(file, part, self._check_stopped)
             except DataError as error:
-                # Who reads a shard whose server did not answer while it was fetched ahead tries for itself.
+                # if the server did not answer a prefetch, reading the shard tries again
                 if not (ahead and isinstance(error, DataUnavailableError)):
                     self._failed[shard] = error
                 raise
 
         with reported_as("data.stage", str(self.cache.folder), "write another folder"):
-            # A process that waited for room that others take could wait for ever, since they may wait for its gradients.
-            is_here = self.cache.bring(
+            # waiting for other processes to free space could deadlock, since they may wait for this rank's gradients
+            is_here = self.cache.ensure(
                 file.file, file.bytes, fetch, removable=removable, required=not ahead, check_stopped=self._check_stopped
             )
         if not is_here and not ahead:
             raise DataError(
-                f"data.stage: {self.cache.folder} is full, and {format_bytes(file.bytes)} of {self.origin.full_path(file.file)} "
-                "find no room; free some, lower data.cache_mib, or give another folder"
+                f"data.stage: {self.cache.folder} has no room for the {format_bytes(file.bytes)} of "
+                f"{self.origin.full_path(file.file)}; free some space, lower data.cache_mib, or give another folder"
             )
         return is_here

@@ -1,4 +1,4 @@
-"""`data.stage`: a packed set copied once per node into memory or to a local disk, shared by all workers and trials there."""
+"""`data.stage`: copy a packed set once per node to memory or a local disk, shared by all workers and trials there."""
 
 import hashlib
 import logging
@@ -13,7 +13,7 @@ from trainables.data.index import File, Index, read_index
 from trainables.data.order import Split
 from trainables.data.sources.records import RecordsSource
 from trainables.data.sources.shards import LocalShards
-from trainables.data.storage.cache import GRACE_S, Cache, NoRoomError, reported_as
+from trainables.data.storage.cache import GRACE_S, Cache, DiskFullError, reported_as
 from trainables.data.storage.cleaner import remove_unused
 from trainables.data.storage.free_space import RAM, format_bytes
 from trainables.data.storage.origin import Origin
@@ -22,45 +22,45 @@ from trainables.locks import locked
 from trainables.rundir import expand_home
 from trainables.throttled import Throttled
 
-_COPIES = 4  # at a time: what a disk across a network needs to be busy; locally one would do
+_NUM_THREADS = 4  # enough to keep a network disk busy; a local one needs a single thread
 _PROGRESS_S = 5.0
 _log = logging.getLogger("raydistill")
 
 
 def base_folder(stage: str) -> str:
-    """The folder in which `data.stage` (`ram` or a folder) has its copies."""
+    """Return the folder for the copies of `data.stage` (`ram` or a folder)."""
     return RAM if stage == "ram" else stage
 
 
 def set_identity(index: Index) -> str:
-    """What two packed sets have in common only where all their files are the same."""
+    """Return a hash that two packed sets share only if all their files are equal."""
     return hashlib.sha256(index.model_dump_json().encode()).hexdigest()[:32]
 
 
 class StagedRecords(RecordsSource):
-    """One split of a packed set as this node's copy has it; see `open_staged`."""
+    """One split of a packed set, read from this node's copy; see `open_staged`."""
 
     def __init__(self, cache: Cache, index: Index, split: Split, labels: bool) -> None:
         super().__init__(cache.folder, index, split, LocalShards(cache.folder, index.splits[split].shards), labels)
         self._cache = cache
 
     def close(self) -> None:
-        """This process needs the copy no more."""
+        """Release the copy."""
         self._cache.close()
 
 
 def open_staged(data: DataConfig, split: Split) -> StagedRecords:
-    """One split of the packed set in the folder `data.path`, copied to `data.stage` once per node. Raises as `stage_set` does."""
+    """Open one split of the packed set in `data.path` from a copy in `data.stage`. Raises as `stage_set` does."""
     cache, index = stage_set(data.path, data.stage)
     return StagedRecords(cache, index, split, data.labels)
 
 
 def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[Cache, Index]:
-    """This node's copy of the packed set in the folder `path`, and its index. `to`: `ram` or a folder.
+    """Copy the packed set in the folder `path` to this node, and return the copy and its index. `to` is `ram` or a folder.
 
-    The first process of the node copies, others wait; files that an earlier copy finished serve again.
+    The first process of the node copies and the others wait; files that an earlier copy finished are reused.
 
-    Raises DataError: it does not fit, a file cannot be read or is not the one of its index, or the copy cannot be written.
+    Raises DataError if it does not fit, a file cannot be read or does not match the index, or the copy cannot be written.
     """
     root, base = expand_home(path), base_folder(to)
     index = read_index(root)
@@ -76,7 +76,7 @@ def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[Cache, I
             with locked(cache.folder.parent / "copying", progress):
                 if missing := [file for file in index.files() if not cache.has(file.file, file.bytes)]:
                     _copy(root, missing, cache, progress)
-        except NoRoomError as error:
+        except DiskFullError as error:
             cache.close()
             remove_unused(str(cache.folder.parent))
             raise DataError(f"data.stage: {error} in {base}; write data.stage=none, or a folder with more room") from None
@@ -87,18 +87,18 @@ def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[Cache, I
 
 
 def _copy(root: Path, missing: list[File], cache: Cache, progress: Callable[[], None]) -> None:
-    """Copy `missing` from `root`. Raises NoRoomError, whose text says why, and as `stage_set` does."""
+    """Copy `missing` from `root`. Raises DiskFullError with a reason, and as `stage_set` does."""
     num_bytes, room_bytes = sum(file.bytes for file in missing), cache.room_bytes() - cache.num_bytes()
     what = f"{format_bytes(num_bytes)} of {root}"
     if num_bytes > room_bytes:
-        raise NoRoomError(f"{what} do not fit into the {format_bytes(room_bytes)} that are free")
+        raise DiskFullError(f"{what} do not fit into the {format_bytes(room_bytes)} that are free")
     origin, began_s = Origin(str(root)), time.monotonic()
 
     def copy(file: File) -> None:
-        if not cache.bring(file.file, file.bytes, partial(origin.fetch, file)):
-            raise NoRoomError(f"others filled the disk before {what} were copied")
+        if not cache.ensure(file.file, file.bytes, partial(origin.fetch, file)):
+            raise DiskFullError(f"others filled the disk before {what} were copied")
 
-    with ThreadPoolExecutor(_COPIES, thread_name_prefix="stage") as pool:
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="stage") as pool:
         for _ in pool.map(copy, missing):
             progress()
     took_s = max(time.monotonic() - began_s, 1e-3)

@@ -339,7 +339,7 @@ def test_a_small_split_may_have_one_unreadable_image_unless_none_is_allowed(
         (
             OSError(errno.EIO, os.strerror(errno.EIO)),
             DataError,
-            r"data\.path: 13 cannot be read: Input/output error; see to the disk",
+            r"data\.path: 13 cannot be read: Input/output error; fix its disk",
         ),
         (DataError("shard 3 was replaced"), DataError, "^shard 3 was replaced$"),
         (ZeroDivisionError("a bug in a source"), RuntimeError, "reading 13: ZeroDivisionError: a bug in a source"),
@@ -378,7 +378,7 @@ def test_a_disk_that_fails_under_a_folder_of_files_ends_the_epoch(
     data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
     loader = _loader(open_source(data, "train"), data, workers=workers)
     monkeypatch.setattr(os, "read", fail)
-    with pytest.raises(DataError, match=r"train/a/\d+.jpg cannot be read: Input/output error; see to the disk"):
+    with pytest.raises(DataError, match=r"train/a/\d+.jpg cannot be read: Input/output error; fix its disk"):
         list(loader.epoch(0))
     monkeypatch.undo()
     loader.close()

@@ -115,7 +115,7 @@ def test_a_loader_process_that_is_killed_is_one_line_and_training_may_go_on() ->
     next(batches)
     loader_processes()[0].send_signal(signal.SIGKILL)
     with pytest.raises(
-        LoaderDiedError, match=r"^the loader process was ended by SIGKILL; if .* fewer data.loader_workers"
+        LoaderDiedError, match=r"^the loader process was killed by SIGKILL; if .* lower data.loader_workers"
     ) as caught:
         list(batches)
     assert "\n" not in str(caught.value)
@@ -145,7 +145,7 @@ def test_an_error_of_the_process_itself_is_in_its_log_and_ends_it(capfd: pytest.
     batches = train.epoch(0)
     next(batches)
     val.close()
-    with pytest.raises(LoaderDiedError, match=r"exit code 1; its error is in this worker's log, worker-\*\.err in"):
+    with pytest.raises(LoaderDiedError, match=r"exited with code 1; its error is in this worker's log, worker-\*\.err in"):
         list(batches)
     train.close()
     assert "OSError: stale file handle" in capfd.readouterr().err

@@ -134,7 +134,7 @@ def test_class_folders_of_both_splits_come_before_the_tars_they_were_unpacked_fr
             lambda root: (root / TRUTH_FILE).write_text("1\n"),
             "ILSVRC2012_val_00000002.JPEG has no label",
         ),
-        (lambda root: (root / TRUTH_FILE).write_text("4\n1\n1"), "labels that train has not: n00"),
+        (lambda root: (root / TRUTH_FILE).write_text("4\n1\n1"), "labels that train does not have: n00"),
         (lambda root: write_tar(root / TRAIN_TAR, train_members("n01")), "and not a tar per class"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_tar_of_a_class_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     root = write_tars(tmp_path / "imagenet")
     write_kit(root)
     write_tar(root / TRAIN_TAR, [("n01.tar", tar_bytes(train_members("n01"))[:700])])
-    assert "ILSVRC2012_img_train.tar is cut off (its last file is not whole); download it again" in refusal(root)
+    assert "ILSVRC2012_img_train.tar is truncated (its last file is not whole); download it again" in refusal(root)
 
 
 def test_tiny_imagenets_annotations_label_its_validation_images(tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ def test_indices_stay_indices_and_other_numbers_are_sorted_as_an_image_folders_n
 
 def test_labels_of_minus_one_are_no_class(tmp_path: Path) -> None:
     root = write_set(tmp_path / "some", pair("1", "0") + pair("2", "1") + pair("3", "-1"), pair("1", "0") + pair("2", "1"))
-    assert f"{root}: 1 train samples have the label -1, which means none: they are left out" in noticed(root)
+    assert f"{root}: 1 train samples have the label -1 (unlabeled) and are skipped" in noticed(root)
     root = write_set(tmp_path / "all", pair("1", "0") + pair("2", "1"), pair("1", "-1"))
-    assert "all 1 val samples have the label -1, which means none; give a labelled split" in refusal(root)
+    assert "all 1 val samples have the label -1 (unlabeled); give a labeled split" in refusal(root)
 
 
 def test_a_tar_of_class_folders_is_refused_with_where_to_unpack_it(tmp_path: Path) -> None:

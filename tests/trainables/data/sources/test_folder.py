@@ -380,7 +380,7 @@ def test_a_disk_that_fails_ends_the_epoch_with_the_samples_name(make_folder: Mak
     (root / "val" / "a" / "001.jpg").symlink_to("/proc/self/mem")
     config = DataConfig(path=str(root), image_size=32, global_batch_size=2, max_bad=0.9)
     loader = Loader(open_source(config, "val"), config, split="val", seed=0, rank=0, world_size=1, loader_workers=workers)
-    with pytest.raises(DataError, match=r"^data.path: val/a/001.jpg cannot be read: Input/output error; see to the disk"):
+    with pytest.raises(DataError, match=r"^data.path: val/a/001.jpg cannot be read: Input/output error; fix its disk"):
         list(loader.epoch(0))
     loader.close()
 

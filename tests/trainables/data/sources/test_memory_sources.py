@@ -76,4 +76,4 @@ def test_a_folder_of_a_data_sets_name_is_not_read_without_a_notice(tmp_path: Pat
     lines: list[str] = []
     with notices_to(lines.append):
         open_source(DataConfig(path="digits"), "val")
-    assert lines == ["data.path: digits is the data set of that name, not the folder here: for that write ./digits"]
+    assert lines == ["data.path: digits is the built-in data set, not the folder; for the folder, write ./digits"]

@@ -234,7 +234,7 @@ def test_an_index_that_is_not_one_is_refused(packed: Path) -> None:
         index.write_text(json.dumps({**whole, **changes}))
         return message(packed)
 
-    assert "is of version 2, and this raydistill reads 1: update it" in problem(version=2)
+    assert "has version 2, and this raydistill reads 1; update raydistill" in problem(version=2)
     assert "not the index of a packed set (format: " in problem(format="other")
     assert "(classes: " in problem(classes=7)
     assert "(version: " in problem(version="2\n")
@@ -248,7 +248,7 @@ def test_an_index_that_is_not_one_is_refused(packed: Path) -> None:
         assert "is not the index of a packed set" in message(packed)
     index.unlink()
     (packed / UNFINISHED).mkdir()
-    assert "not packed to the end: the same `distill pack` once more goes on" in message(packed)
+    assert "is only partly packed; run the same `distill pack` again to finish it" in message(packed)
     shutil.rmtree(packed)
     assert "index.json cannot be read: No such file" in message(packed)
 
@@ -394,7 +394,7 @@ def test_every_files_checksum_finds_a_single_bit(packed: Path) -> None:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-        assert check_file(packed, file) == f"{path} has another checksum than its index says"
+        assert check_file(packed, file) == f"{path} does not match the checksum in its index"
         path.write_bytes(content[:-1])
         assert "bytes, and its index says" in str(check_file(packed, file))
         path.unlink()

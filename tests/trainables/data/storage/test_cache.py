@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainables.data.storage.cache import Cache, NoRoomError
+from trainables.data.storage.cache import Cache, DiskFullError
 from trainables.data.storage.cleaner import remove_unused
 
 MIB = 2**20
@@ -27,7 +27,7 @@ def write(num_bytes: int) -> object:
 
 def test_what_a_killed_process_had_begun_to_write_does_not_count(tmp_path: Path) -> None:
     killed = open_cache(tmp_path)
-    assert killed.bring("shard", MIB, write(MIB))  # type: ignore[arg-type]
+    assert killed.ensure("shard", MIB, write(MIB))  # type: ignore[arg-type]
     (killed.folder.parent / "other.part").write_bytes(bytes(40 * MIB))
     killed._users.release()
     after = open_cache(tmp_path)
@@ -46,7 +46,7 @@ def test_a_set_of_which_a_kill_left_no_files_is_removed(tmp_path: Path) -> None:
 def test_several_processes_together_write_no_more_than_the_budget(tmp_path: Path) -> None:
     caches = [open_cache(tmp_path, limit_mib=50) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        stored = list(pool.map(lambda number: caches[number].bring(str(number), 20 * MIB, write(20 * MIB)), range(4)))  # type: ignore[arg-type]
+        stored = list(pool.map(lambda number: caches[number].ensure(str(number), 20 * MIB, write(20 * MIB)), range(4)))  # type: ignore[arg-type]
     assert sorted(stored) == [False, False, True, True]
     assert caches[0].num_bytes() == 40 * MIB
     for cache in caches:
@@ -59,11 +59,11 @@ def test_a_disk_that_is_full_for_a_moment_is_used_again(tmp_path: Path) -> None:
     def write_once_full(part: Path) -> None:
         if full.pop():
             full.append(False)
-            raise NoRoomError from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise DiskFullError from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         part.write_bytes(bytes(MIB))
 
-    assert not cache.bring("shard", MIB, write_once_full)
-    assert cache.bring("shard", MIB, write_once_full)
+    assert not cache.ensure("shard", MIB, write_once_full)
+    assert cache.ensure("shard", MIB, write_once_full)
     assert cache.num_bytes() == MIB
     cache.close()
 
@@ -71,6 +71,6 @@ def test_a_disk_that_is_full_for_a_moment_is_used_again(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_not_counted(tmp_path: Path) -> None:
     cache = open_cache(tmp_path)
     with pytest.raises(ValueError, match="origin"):
-        cache.bring("shard", MIB, lambda part: (_ for _ in ()).throw(ValueError("origin")))
+        cache.ensure("shard", MIB, lambda part: (_ for _ in ()).throw(ValueError("origin")))
     assert cache.num_bytes() == 0
     cache.close()

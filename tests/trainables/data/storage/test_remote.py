@@ -281,7 +281,7 @@ def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_wi
 ) -> None:
     full = _data(packed.as_uri(), node, cache_mib=8)
     with pytest.raises(
-        DataError, match=r"data.shuffle: full over file:\S+ needs 32\.\d MiB at hand, more than the 8 MiB of"
+        DataError, match=r"data.shuffle: full over file:\S+ needs a cache of 32\.\d MiB, more than the 8 MiB of"
     ) as error:
         open_on_node(full, "train")
     assert "\n" not in str(error.value)
@@ -294,7 +294,7 @@ def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_wi
 def test_validation_needs_room_in_addition_to_training(tmp_path: Path, node: Path) -> None:
     root = make_records(tmp_path / "set", shards=1, rows=ROWS, size=SIZE, val_rows=2 * ROWS)
     for cache_mib in (2, 3):
-        with pytest.raises(DataError, match=r"data.shuffle: full over file:\S+ needs 3\.0\d MiB at hand, more than the"):
+        with pytest.raises(DataError, match=r"data.shuffle: full over file:\S+ needs a cache of 3\.0\d MiB, more than the"):
             open_on_node(_data(root.as_uri(), node, cache_mib=cache_mib), "train")
     open_on_node(_data(root.as_uri(), node, cache_mib=3), "val")
     open_on_node(_data(root.as_uri(), node, cache_mib=4), "train")
@@ -325,14 +325,14 @@ def test_a_shard_that_was_cut_or_altered_is_fetched_again_and_then_an_error(
 ) -> None:
     content = (packed / "train-00002.arrow").read_bytes()
     altered = content[:700] + bytes([content[700] ^ 1]) + content[701:]
-    for damaged, problem in [(content[:-9], "bytes, and its index"), (altered, "another checksum")]:
+    for damaged, problem in [(content[:-9], "bytes, and its index"), (altered, "does not match the checksum")]:
         copy = tmp_path / f"copy-{len(damaged)}"
         copy.mkdir()
         for file in packed.iterdir():
             (copy / file.name).write_bytes(damaged if file.name == "train-00002.arrow" else file.read_bytes())
         source = open_remote(_data(copy.as_uri(), node), "train")
         assert source.read(0) == image_of("train", 0, SIZE)
-        refusal = rf"data.path: file:\S+train-00002.arrow has .*{problem}.*; restore the file, or pack it again"
+        refusal = rf"data.path: file:\S+train-00002.arrow .*{problem}.*; restore the file, or pack it again"
         with caplog.at_level(logging.WARNING, "raydistill"), pytest.raises(DataError, match=refusal) as error:
             source.read(2 * ROWS)
         assert "\n" not in str(error.value)
@@ -414,13 +414,13 @@ class Vanishing(Origin):
 def test_an_outage_while_shards_are_fetched_ahead_is_over_when_it_is_over(
     packed: Path, node: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote_shards, "_RETRY_AHEAD_S", 0.1)
+    monkeypatch.setattr(remote_shards, "_PREFETCH_RETRY_S", 0.1)
     source = open_remote(_data(packed.as_uri(), node, cache_mib=40), "train")
     server = Vanishing(packed.as_uri(), retry_s=0.1)
     source._shards.origin = server
     with caplog.at_level(logging.WARNING, "raydistill"):
         source.follow(_order(source, "none"), 0, 0)
-        wait_until(lambda: caplog.text.count("will be tried again: data.path") >= remote_shards._NUM_THREADS)
+        wait_until(lambda: caplog.text.count("will retry: data.path") >= remote_shards._NUM_THREADS)
     server.is_down = False
     assert source.read(0) == image_of("train", 0, SIZE)
     wait_until(lambda: len(list(node.glob("raydistill-*/*/data/train-*.arrow"))) == SHARDS)
@@ -429,7 +429,7 @@ def test_an_outage_while_shards_are_fetched_ahead_is_over_when_it_is_over(
 def test_a_shard_that_is_damaged_or_missing_is_fetched_ahead_once(
     packed: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote_shards, "_RETRY_AHEAD_S", 0.1)
+    monkeypatch.setattr(remote_shards, "_PREFETCH_RETRY_S", 0.1)
     copy = shutil.copytree(packed, tmp_path / "copy")
     content = (copy / "train-00002.arrow").read_bytes()
     (copy / "train-00002.arrow").write_bytes(content[:-9])
@@ -437,8 +437,8 @@ def test_a_shard_that_is_damaged_or_missing_is_fetched_ahead_once(
     (copy / "train-00005.arrow").unlink()
     with caplog.at_level(logging.WARNING, "raydistill"):
         source.follow(_order(source, "none"), 0, 0)
-        wait_until(lambda: "tried again" in caplog.text or source._shards._failed.keys() == {2, 5})
-    assert "tried again" not in caplog.text
+        wait_until(lambda: "will retry" in caplog.text or source._shards._failed.keys() == {2, 5})
+    assert "will retry" not in caplog.text
     for shard, problem in ((2, "bytes, and its index says"), (5, "cannot be read")):
         with pytest.raises(DataError, match=problem) as error:
             source.read(shard * ROWS)
@@ -532,7 +532,7 @@ def test_a_disk_that_others_fill_makes_room_of_old_shards_and_then_is_an_error(p
             path.unlink()
         with open(small / "others", "ab") as file:
             file.write(b"x" * ((os.statvfs(small).f_bavail * os.statvfs(small).f_frsize) - 300_000))
-        with pytest.raises(DataError, match=r"data.stage: \S+ is full, and 1.0\d MiB of file:\S+ find no room; free some"):
+        with pytest.raises(DataError, match=r"data.stage: \S+ has no room for the 1.0\d MiB of file:\S+; free some"):
             source.read(11 * ROWS)
         del source
     finally:

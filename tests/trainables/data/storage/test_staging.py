@@ -282,7 +282,7 @@ def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_p
 
 def test_unused_sets_are_evicted_and_sets_in_use_are_kept(tmp_path: Path) -> None:
     def bring(cache: Cache, name: str) -> bool:
-        return cache.bring(name, 600_000, lambda part: part.write_bytes(bytes(600_000)) and None)
+        return cache.ensure(name, 600_000, lambda part: part.write_bytes(bytes(600_000)) and None)
 
     first, second = (Cache(str(tmp_path), name, limit_mib=1, grace_s=30) for name in ("first", "second"))
     assert bring(first, "a")
@@ -354,7 +354,7 @@ def test_a_shard_that_is_not_the_one_of_the_index_is_an_error_that_names_it(tmp_
     for damaged, problem in [
         (content[:-5], "bytes, and its index says"),
         (content + b"x", "at least .* bytes, and its index says"),
-        (content[:500] + bytes([content[500] ^ 1]) + content[501:], "has another checksum than its index says"),
+        (content[:500] + bytes([content[500] ^ 1]) + content[501:], "does not match the checksum in its index"),
     ]:
         shard.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"data.path: {shard} .*{problem}.*; restore the file, or pack it again"):
