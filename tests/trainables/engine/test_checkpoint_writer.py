@@ -135,6 +135,9 @@ class SmallWrites:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
     def write(self, data: memoryview) -> int:
         if self._room <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
