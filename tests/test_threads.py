@@ -26,6 +26,7 @@ THREADS = {
     "trainables/distributed/rank_pool.py": NOTHING,  # waits for its parent's end
     "trainables/disk_writer.py": NOTHING,  # waits for a checkpoint's copy by its event; the rows of a cache bind it
     "trainables/metrics/telemetry.py": NOTHING,  # NVML, which needs no context
+    "trainables/teachers/cache/publish.py": NOTHING,
     "trainables/teachers/service/actor.py": ONE_GPU,
     "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what the event loop has received
     "trainables/worker/hangs/hang_watch.py": NOTHING,

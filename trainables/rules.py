@@ -294,6 +294,7 @@ CLASHES = (
     ("train.until_top1_pct, train.until_s", "train.max_steps", "a timing run, which is not evaluated"),
     ("assistants", "!teacher.model", ""),
     ("assistants", "data.labels=false", "since they learn labels too"),
+    ("tracking.register_model", "tracking.log_model=false", "which logs no model to register"),
     ("sweep.points", "sweep.space, sweep.policy!=grid", "since points are all that is tried"),
     ("sweep.budget_grid_share", "sweep.budget_gpu_h", "which bounds the search too"),
     ("sweep.metric=time_to_accuracy", "!sweep.target_pct", "the accuracy to reach"),
@@ -636,8 +637,8 @@ METHOD_RULES: tuple[MethodRule, ...] = (
                 or (m.requires.logits and m.requires.all_logits and m.key)
             )
         ),
-        "teacher.cache_top_k: it keeps {s.all_teachers[0].cache_top_k} of {when} classes apart, and {found} looks at each: leave"
-        " it out, or set distill.method to kd, without standardize",
+        "teacher.cache_top_k: it keeps the largest logits of {when} classes apart, and {found} looks at each: leave it"
+        " out, or set distill.method to kd, without standardize",
     ),
     (
         lambda _, classes: classes == 2,

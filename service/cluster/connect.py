@@ -135,8 +135,10 @@ def _job_config() -> Any:
 
 def session_base() -> str:
     """Return the folder for Ray's sessions: RAY_TMPDIR, else TMPDIR, else /tmp if socket paths there would be too long."""
-    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    return base if "RAY_TMPDIR" in os.environ or excess_bytes(base) <= 0 else "/tmp"
+    if named := os.environ.get("RAY_TMPDIR"):
+        return named
+    base = tempfile.gettempdir()
+    return base if excess_bytes(base) <= 0 else "/tmp"
 
 
 def excess_bytes(base: str) -> int:
@@ -152,8 +154,14 @@ def make_token() -> None:
     with contextlib.suppress(OSError):  # without a home directory Ray has no token there either
         token.parent.mkdir(mode=0o700, exist_ok=True)
         if not token.exists() and not named and os.environ.get("RAY_AUTH_MODE", "token") == "token":
-            with open(token, "x", opener=partial(os.open, mode=0o600)) as file:
+            whole = token.with_name(f".auth_token.{os.getpid()}")
+            whole.unlink(missing_ok=True)
+            with open(whole, "x", opener=partial(os.open, mode=0o600)) as file:
                 file.write(secrets.token_hex(32))
+            try:
+                os.link(whole, token)  # whole at once, and never in place of another process's
+            finally:
+                whole.unlink()
         token.chmod(0o600)
 
 

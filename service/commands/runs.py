@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,9 @@ def begins(kind: Kind, help_text: str) -> click.Command:
     @RUNS_OR_URI
     def command(recipe_or_file: str, overrides: tuple[str, ...], dry_run: bool, **options: Any) -> None:
         if dry_run:
-            preview(kind, recipe_or_file, overrides)
+            if options["continues"] or options["accept_new_data"]:
+                raise click.UsageError("--dry-run: checks a new run: leave out --continue and --accept-new-data")
+            preview(kind, recipe_or_file, overrides, options["root"], options["out"])
         else:
             start_run(kind, recipe_or_file, overrides, **options)
 
@@ -97,12 +98,15 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
 def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path, publish: Path | None) -> None:
     """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. If interrupted, repeat the command."""
     from service.config.experiment import load
-    from service.config.files import read_experiment_file
+    from service.config.paths import absolute_or_new
     from service.runs.teacher_cache import fill_cache
 
-    if publish is not None and not read_experiment_file(recipe_or_file).tree.get("teachers"):
-        overrides = (*overrides, f"teacher.cache={json.dumps(str(publish.absolute()))}")
-    click.echo(fill_cache(load(recipe_or_file, overrides), root, publish))
+    resolved = load(recipe_or_file, overrides)
+    if publish is not None:
+        publish = Path(absolute_or_new(str(publish)))
+        if not resolved.experiment.teachers:
+            resolved = resolved.override({"teacher.cache": str(publish)}, "--publish")
+    click.echo(fill_cache(resolved, root, publish))
 
 
 def start_run(
@@ -146,15 +150,18 @@ def start_run(
     run_to_the_end(kind, resolved, run_dir, root, data)
 
 
-def preview(kind: Kind, recipe_or_file: str, overrides: tuple[str, ...]) -> None:
+def preview(kind: Kind, recipe_or_file: str, overrides: tuple[str, ...], root: Path, out: Path | None) -> None:
     """Check an experiment as a run of it begins, and print what would run; nothing is written."""
     from service.cluster.resources import is_local, local_capacity
     from service.config.experiment import load
     from service.runs.plan import Plan
+    from service.runs.run_directory import check_writable
     from service.sweeps.trials import plan_trials
     from trainables.errors import first_three
 
-    resolved, data = check_inputs(kind, load(experiment_file(recipe_or_file), overrides))
+    resolved = load(experiment_file(recipe_or_file), overrides)
+    check_writable(root, out)
+    resolved, data = check_inputs(kind, resolved)
     experiment = resolved.experiment
     if data is not None:
         classes = f", {len(data.classes)} classes: {first_three(data.classes)}" if data.classes else ""

@@ -160,7 +160,7 @@ def package(distill: click.Context, words: Sequence[str], folder: Path) -> tuple
         value = context.params[name]
         values = value if isinstance(value, tuple) else (value,)
         if isinstance(parameter, click.Option) and parameter.is_flag:
-            options += parameter.opts[:1]
+            options += (parameter.opts if value else parameter.secondary_opts)[:1]
             continue
         for text in (text for each in values for text in job.texts(parameter.type, each)):
             if isinstance(parameter, click.Argument):

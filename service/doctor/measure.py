@@ -23,10 +23,11 @@ def parts_of(experiment: Experiment) -> tuple[StepPart, ...]:
     """Return the parts of the experiment's steps that can be left out of a timing."""
     teacher = experiment.teacher
     runs_teacher = bool(experiment.all_teachers) and needs_teacher(experiment.distill, ())
+    is_served = teacher is not None and teacher.service is not None  # requests are sent ahead, and repeated ones are free
     has: dict[StepPart, bool] = {
         "nothing": True,
-        "loading": True,
-        "teacher": runs_teacher and (teacher is None or teacher.placement != "sharded"),
+        "loading": not is_served,
+        "teacher": runs_teacher and not is_served and (teacher is None or teacher.placement != "sharded"),
         "allreduce": experiment.scale.num_workers > experiment.scale.pipeline_stages,
     }
     return tuple(part for part, is_present in has.items() if is_present)

@@ -160,8 +160,8 @@ class MlflowView:
         """Tag and describe the best trial, untag the one of an earlier session, and copy the winner's metrics to the sweep."""
         best = self._fold.result(self._run_dir.events).best
         winner = best.id if best else None
-        if self._winner not in (None, winner):
-            self._set_tags(self.runs[f"trial/{self._winner}"], {WINNER: "false", DESCRIPTION: ""})
+        if self._winner != winner and (before := self.runs.get(f"trial/{self._winner}")) is not None:
+            self._set_tags(before, {WINNER: "false", DESCRIPTION: ""})
         self._winner = winner
         if best is None or (trial := self.runs.get(f"trial/{winner}")) is None:
             return

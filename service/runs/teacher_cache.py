@@ -33,7 +33,7 @@ def fill_cache(resolved: Resolved, root: Path, publish: Path | None = None) -> s
     if not teachers or teachers[0].cache is None:
         raise ExperimentError("teacher.cache: names no folder to fill: write --set teacher.cache=FOLDER")
     if publish is not None:
-        _check_published(publish.absolute(), experiment)
+        _check_published(publish, experiment)
     if experiment.data.more:
         raise ExperimentError("data.more: `distill cache` goes over one set: leave it out, or let `distill train` fill the cache")
     check_writable(root, None)

@@ -204,8 +204,8 @@ class Store:
             with open(weights, "rb") as file:
                 tag = f"{tag}/{hashlib.file_digest(file, 'sha256').hexdigest()}"
             found = self._client.search_logged_models([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'")
-            if any(model.status == LoggedModelStatus.READY for model in found):
-                self._register(run_id, found[0], registered)
+            if ready := next((model for model in found if model.status == LoggedModelStatus.READY), None):
+                self._register(run_id, ready, registered)
                 return
             model = (
                 found[0]

@@ -236,7 +236,7 @@ class Syncer:
         try:
             run_id = store.create_run(f"{view.id}/{run.key}", run.name, parent.run_id if parent else None, run.began_ms)
         except Exception:
-            self._may_have_twins = True
+            self._may_have_duplicates = True
             raise
         self._known[run.key] = _RemoteRun(run_id)
         return self._known[run.key]

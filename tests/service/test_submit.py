@@ -40,6 +40,7 @@ def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path:
         "90",
         "--check",
     ]
+    assert packaged(["pack", "images", "new", "--no-labels"], tmp_path)[-1] == "--no-labels"
     assert packaged(["data", "--sheet", "sheet.png", "packed"], tmp_path) == [
         "data",
         f"{tmp_path}/packed",

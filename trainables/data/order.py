@@ -121,7 +121,7 @@ class Order:
         """Return a rank's views (see `REPEAT`) of the global batch [begin, end) of an epoch.
 
         In a batch, all first repeats come before the second ones. So neighbors, which may be mixed, are different images, and
-        repeats of an image are on different ranks if possible.
+        repeats of an image are on different ranks, if the batch has room for that.
         """
         slots_G = np.arange(begin, end)
         slots_G = slots_G[np.argsort(slots_G % self.repeats, kind="stable")]

@@ -15,7 +15,9 @@ from trainables.teachers.interface import TeacherInterface, TeacherRequest
 def repeat_first(batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
     """Repeat the first batch at the position of each batch, while the loader is idle."""
     with contextlib.closing(batches):
-        first = next(batches)
+        first = next(batches, None)
+    if first is None:
+        return
     for step in itertools.count(1):
         yield first._replace(position=step * first.position)
 

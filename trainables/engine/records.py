@@ -227,7 +227,12 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
             (1, 3, config.data.image_size, config.data.image_size), dtype=torch.uint8, device=job.group.device
         )
         with metrics.clock.part("timing"):
-            summary["inference_ms"] = inference_ms(job.student, pixels_of(config)(blank_1CHW), job.train_state.autocast)
+            try:
+                summary["inference_ms"] = inference_ms(job.student, pixels_of(config)(blank_1CHW), job.train_state.autocast)
+            except Exception as error:  # must not fail a finished job
+                if kind_of(error) == "device":
+                    raise
+                log.warning("%s: one image is not timed: %s: %s", config.stage, type(error).__name__, error)
     evaluated = [row for row in progress.history if "val/num_images" in row]
     if evaluated:
         summary |= headline(evaluated[-1])

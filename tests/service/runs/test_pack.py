@@ -281,7 +281,8 @@ def test_files_that_are_left_out_are_a_line_of_the_command(
     code, _, err = run(capsys, "pack", images, tmp_path / "packed")
     assert (code, err) == (
         0,
-        f"note: {images}/train: 1 file left out: 1 .jfif; rename images so that they end in .jpg\n",
+        f"note: {images}/train: 1 file left out: 1 .jfif; convert images of other formats to PNG; "
+        "rename JPEG files so that they end in .jpg\n",
     )
 
 

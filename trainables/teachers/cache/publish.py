@@ -58,7 +58,7 @@ def publish(
     gather_objects(None, group)  # all are there when rank 0 counts them
     if group.is_main:
         for store in stores:
-            names = [source.name(sample) for sample in range(len(source))]
+            names = [source.name(sample).replace("\n", "\\n") for sample in range(len(source))]  # one line each
             write_atomic(store.folder / IMAGES, "".join(f"{name}\n" for name in names).encode(errors="surrogateescape"))
         folder = stores[0].folder.parent
         write_atomic(folder / READER.name, READER.read_bytes())

@@ -44,7 +44,7 @@ class ReinforcedFolder(torch.utils.data.Dataset[tuple[Tensor, dict[str, Tensor]]
     """The images of a folder as one epoch's targets were computed of them: (3, H, W) in [0, 1], and their targets."""
 
     def __init__(self, images: Path | str, folder: Path | str, epoch: int) -> None:
-        self.images, self.names = Path(images), Path(folder, "images.txt").read_text().splitlines()
+        self.images, self.names = Path(images), Path(folder, "images.txt").read_text(encoding="utf-8").split("\n")[:-1]
         self.targets, self.about = read_targets(folder, epoch)
         self.drawn, described = read_arrow(Path(folder, f"epoch-{epoch:05}", "augmentation.arrow"))
         self.operations = described["operations"]
