@@ -25,7 +25,6 @@ from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.cache import cached_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.cache.publish import READER
 from trainables.teachers.interface import TeacherRequest
 
 SIZE, IMAGES = 12, 24
@@ -187,10 +186,3 @@ def test_a_disk_without_room_for_both_is_refused_before_anything_is_written(
     with pytest.raises(DataError, match=r"teacher.cache: 1.52 KiB of logits 10 do not fit into the 768 bytes that are free"):
         fill_alone(Group(), job(tmp_path, "fill", **settings))
     assert not [path for path in tmp_path.joinpath("set").rglob("*") if path.is_file()]
-
-
-def test_the_page_has_the_reader_of_the_package() -> None:
-    source = READER.read_text()
-    reader = source[source.index("def read_arrow") : source.index("class ReinforcedFolder")].strip()
-    assert len(reader.splitlines()) <= 32
-    assert reader in Path("docs/reinforced-data.md").read_text()
