@@ -276,7 +276,7 @@ def test_a_rank_that_sees_no_checkpoint_ends_all_with_one_line(ranks: RankPool, 
     settings = {"train": {"checkpoint_every": 1}, "optim": {"momentum": 0, "nesterov": False}}
     assert ranks.run(2, train, config(tmp_path / "new", **settings), 5)[0]["died"]
     with pytest.raises(
-        CheckpointError, match=r"rank 0 reads the checkpoint of step \d+ at .*, rank 1 has none \(no checkpoint at"
+        CheckpointError, match=r"rank 0 reads the checkpoint of step \d+ at .*, rank 1 cannot read it \(no checkpoint at"
     ):
         ranks.run(2, train_on_nodes, [tmp_path / "new", tmp_path / "empty"], 0.0)
 

@@ -603,30 +603,3 @@ def test_a_server_that_is_too_old_for_saved_views_gets_none_and_one_line_says_so
         reason = Store(f"http://127.0.0.1:{server.server_port}", "e", run.run_dir.root).add_views({"key": "{}"})
         server.shutdown()
     assert reason == "they need MLflow 3.16, and the server is 3.15.2"
-
-
-def test_a_run_whose_creation_was_not_answered_is_in_mlflow_once(
-    runs_root: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from service.tracking.mlflow_store import Store
-
-    create, lost = Store.create_run, list[str]()
-
-    def create_later(store: Store, *arguments: Any) -> str:
-        """The first request fails, and the server carries it out after the next one."""
-        if not lost:
-            lost.append("")
-            raise ConnectionError("no answer")
-        made = create(store, *arguments)
-        if len(lost) == 1:
-            lost.append(create(store, *arguments))
-        return made
-
-    monkeypatch.setattr(Store, "create_run", create_later)
-    run.add_epochs(range(3))
-    run.end()
-    syncing = run.syncing()
-    syncing.start()
-    assert syncing.close(60).is_complete
-    run_of(runs_root, run)  # the only one
-    assert len(lost) == 2

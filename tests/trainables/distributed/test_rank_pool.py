@@ -142,7 +142,7 @@ def test_a_pool_that_lost_a_rank_starts_anew() -> None:
 
     (last,) = pool.run(2, own_process)[1:]
     os.kill(last, signal.SIGKILL)  # between two runs
-    with pytest.raises(RankDiedError, match=r"rank (1 )?ended"):
+    with pytest.raises(RankDiedError, match=r"rank (1 )?died"):
         pool.run(2, total)
     assert pool.run(1, refuse_nobody) == [7]
     assert pool.run(2, total) == [3.0, 3.0]

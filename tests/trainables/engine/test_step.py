@@ -179,8 +179,8 @@ def test_a_batch_that_batch_norm_cannot_normalize_is_said_in_one_line(ranks: Ran
         ("MissingTerm", "returns distance and declares distance, absent: make forward return exactly the names in terms"),
         (
             "UndeclaredScalar",
-            "returns distance as a scalar, which is a loss of the global batch: declare requires = Requirements(whole_batch=True)"
-            " return one loss per image",
+            "returns distance as a scalar, which is a loss of the global batch: declare requires ="
+            " Requirements(whole_batch=True), or return one loss per image",
         ),
         ("WrongInitStage", "returns zzz and declares reconstruction: make init_loss return exactly the names in init_terms"),
     ],

@@ -51,6 +51,8 @@ def test_images_that_cannot_be_read_are_left_out(ranks: RankPool, tmp_path: Path
         (folder := tmp_path / "train" / str(number % 2)).mkdir(parents=True, exist_ok=True)
         content = encoded(photo(number, 8, 8), "PNG")
         (folder / f"{number:02}.png").write_bytes(b"no image" if number in (3, 4) else content)
+        (valid := tmp_path / "val" / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        (valid / f"{number:02}.png").write_bytes(content)
     (alone,) = ranks.run(1, gathered, 0, str(tmp_path))
     assert alone[2].tolist() == [index for index in range(20) if index not in (2, 11)]
     assert alone[0].shape == (18, 192)
