@@ -629,7 +629,9 @@ METHOD_RULES: tuple[MethodRule, ...] = (
         " methods on features, such as embed, or leave it out",
     ),
     (
-        lambda s, classes: any(each.cache_top_k and each.cache_top_k < classes for each in s.all_teachers) and classes,
+        lambda s, classes: next(
+            ((top_k, classes) for each in s.all_teachers if (top_k := each.cache_top_k) and top_k < classes), None
+        ),
         lambda m, _: (
             m.requires.teacher
             and (
@@ -637,7 +639,7 @@ METHOD_RULES: tuple[MethodRule, ...] = (
                 or (m.requires.logits and m.requires.all_logits and m.key)
             )
         ),
-        "teacher.cache_top_k: it keeps the largest logits of {when} classes apart, and {found} looks at each: leave it"
+        "teacher.cache_top_k: it keeps {when[0]} of {when[1]} classes apart, and {found} looks at each: leave it"
         " out, or set distill.method to kd, without standardize",
     ),
     (
