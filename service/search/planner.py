@@ -75,7 +75,7 @@ class Posterior:
 
     @property
     def best(self) -> int:
-        """Of the measured points that are as good within the tolerance, one whose peak leaves memory to spare."""
+        """Return the best measured point; among equals within the tolerance, one whose peak leaves memory to spare."""
         return int(self.leading_U[0])
 
 

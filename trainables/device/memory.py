@@ -10,12 +10,12 @@ from trainables.device.decode import region_decoder
 
 
 def memory_bytes(device: torch.device) -> float:
-    """Of a GPU; of the CPU, which is shared with all else, without end."""
+    """Return a GPU's memory in bytes; infinity for the CPU, which others share."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
 def parameter_bytes(network: nn.Module) -> int:
-    """Of all its parameters."""
+    """Return the bytes of all parameters."""
     return sum(parameter.nbytes for parameter in network.parameters())
 
 

@@ -5,6 +5,7 @@ import http.server
 import json
 import math
 import os
+import shlex
 import signal
 import socket
 import sqlite3
@@ -196,7 +197,7 @@ def test_files_that_cannot_be_uploaded_hold_up_no_metric_and_arrive_once_they_ca
         assert not delivery.is_complete
         assert "has the metrics but lacks" in delivery.message
         assert " lacks 3 artifacts: [Errno " in delivery.message
-        assert delivery.message.endswith(f"; later, run distill sync {run.run_dir.root}")
+        assert delivery.message.endswith(f"; later, run distill sync {shlex.quote(str(run.run_dir.root))}")
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # one for each process
     assert run_of(runs_root, run)[1] == "FINISHED"
     folder.unlink()
@@ -214,7 +215,9 @@ def test_a_run_that_was_deleted_in_mlflow_gets_everything_once_it_is_restored(
     client(runs_root).delete_run(run_id)
     run.add_epochs(range(30))
     run.end()
-    reason = f"run {run_id} (train) was deleted in MLflow: restore it there, then distill sync {run.run_dir.root}"
+    reason = (
+        f"run {run_id} (train) was deleted in MLflow: restore it there, then distill sync {shlex.quote(str(run.run_dir.root))}"
+    )
     for _ in range(2):
         delivery = run.sync(max_failures=2)
         assert not delivery.is_complete
@@ -258,7 +261,9 @@ def test_an_experiment_that_was_deleted_in_mlflow_is_restored_by_the_next_sync_w
     client(runs_root).delete_experiment(client(runs_root).get_experiment_by_name(name).experiment_id)
     run.add_epochs(range(3))
     delivery = syncing.close(3)
-    reason = f"experiment {name!r} was deleted in MLflow: distill sync {run.run_dir.root} restores it, with its runs"
+    reason = (
+        f"experiment {name!r} was deleted in MLflow: distill sync {shlex.quote(str(run.run_dir.root))} restores it, with its runs"
+    )
     assert delivery.message.startswith(reason)
     assert caplog.text.count(reason) == 1
     assert run.sync().is_complete
@@ -488,6 +493,7 @@ def test_a_moved_run_directory_can_still_be_sent(runs_root: Path, run: Run) -> N
 def test_nothing_is_sent_to_the_makers_of_mlflow() -> None:
     code = """
 import os
+import shlex
 from service.tracking.stores import CLIENT_ENVIRONMENT
 os.environ.update(CLIENT_ENVIRONMENT)
 import service.tracking.mlflow_store
@@ -542,7 +548,7 @@ def test_a_sync_whose_time_has_passed_begins_no_further_request_and_says_what_se
     run.add_epochs(range(3))
     delivery = run.sync(max_failures=1, until_s=time.monotonic())
     assert not delivery.is_complete
-    assert delivery.message.endswith(f"later, run distill sync {run.run_dir.root}")
+    assert delivery.message.endswith(f"later, run distill sync {shlex.quote(str(run.run_dir.root))}")
     assert run.sync().is_complete
     assert len(metrics_of(runs_root, run_of(runs_root, run)[0], "train/loss")) == 3
 

@@ -35,7 +35,7 @@ class MemorySource(Source):
         return image_HWC
 
     def fingerprint(self) -> str:
-        """Of the pixels: see `Source`."""
+        """Hash the pixels: see `Source`."""
         shape = f"{len(self)}:{self.images_MHWC.shape}"
         return hashlib.sha256(shape.encode() + np.ascontiguousarray(self.images_MHWC).tobytes()).hexdigest()
 

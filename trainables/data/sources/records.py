@@ -70,7 +70,7 @@ class RecordsSource(Source):
         return _name(path, row) or f"{path.name}[{row}]"
 
     def fingerprint(self) -> str:
-        """Of the files' checksums: see `Source`."""
+        """Hash the checksums of the files: see `Source`."""
         files = (self._part.rows, *self._part.shards)
         return hashlib.sha256(f"{self._pixels} {[file.sha256 for file in files]}".encode()).hexdigest()
 
