@@ -94,7 +94,7 @@ def fill(
 
 
 def _missing(teachers: Sequence[CachedTeacher], epoch: int) -> NDArray[np.bool_]:
-    """Return the samples for which a teacher has no row."""
+    """Return a mask (N,) of the samples for which a teacher has no row."""
     missing_N: NDArray[np.bool_] = np.any([teacher.store.open(epoch).missing_N for teacher in teachers], axis=0)
     return missing_N
 

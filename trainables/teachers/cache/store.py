@@ -67,11 +67,11 @@ class EpochRows:
 
     @property
     def missing_N(self) -> NDArray[np.bool_]:
-        """Return the samples that have no row."""
+        """A mask (N,) of the samples that have no row."""
         return self._block_N < 0
 
     def missing(self, indices_B: NDArray[np.int64], partners_B: NDArray[np.int64] | None) -> NDArray[np.bool_]:
-        """Return those of the samples that have no row, or the row of a mix with another partner."""
+        """Return a mask (B,) of samples that have no row, or the row of a mix with another partner."""
         missing_B = self._block_N[indices_B] < 0
         return missing_B if partners_B is None else missing_B | (self._partner_N[indices_B] != partners_B)
 
