@@ -62,7 +62,7 @@ def check_address(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        # Of a host's name the reason is the resolver's own, and Python appends the address to it.
+        # For a host name the reason is the resolver's own, and Python appends the address to it.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror).partition(" (while ")[0]
         raise ClusterError(f"{host}:{port} cannot be listened on ({reason}): give another --port, or --host") from error
 

@@ -166,7 +166,7 @@ def compose(
 
 
 def _of_recipe(table: Table, student: str) -> dict[str, Any]:
-    """Of a student that is a recipe: its model, and dotted keys with other values than in the table's recipe."""
+    """Return the model of a student that is a recipe, and its values that differ from the table's recipe, by dotted key."""
     if student not in recipes():
         return {}
     base, own = (

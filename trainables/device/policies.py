@@ -4,6 +4,7 @@ Shapes: B images, C=3 channels, H W pixels, U random numbers a sample, N operati
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -18,15 +19,15 @@ _TORCHVISIONS = OPERATIONS[: OPERATIONS.index("invert")]
 _TIMMS = OPERATIONS[1:]  # no identity, but invert and solarize_add
 
 
-class Chain:
+class Chain(ABC):
     """Operations one after the other."""
 
     operations: Operations
     num_uniforms: int
 
+    @abstractmethod
     def kinds(self, uniforms_BU: Tensor) -> Iterator[Tensor]:
-        """The kinds (B,) of each operation on the images that have these random numbers."""
-        raise NotImplementedError
+        """Yield the kinds (B,) of each operation on the images that have these random numbers."""
 
     def __call__(self, pixels_BCHW: Tensor, uniforms_BU: Tensor) -> Tensor:
         """See Augmentation."""
