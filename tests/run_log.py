@@ -28,14 +28,26 @@ class LocalRecorder(RunRecorder):
     def __init__(self, root: Path, file: EventLog | None = None, attempt: int | None = None) -> None:
         super().__init__(file or EventLog(root / "events.jsonl"), str(root), attempt)
         object.__setattr__(self, "_pool", ThreadPoolExecutor(1))
+        object.__setattr__(self, "_failures", list[Exception]())
 
     def begin_attempt(self, folder: Path) -> RunRecorder:
         return self
 
     def send(self, kind: str, folder: Path, **fields: Any) -> Callable[[], None]:
         made = {"kind": kind, "stage": self.stage(folder), "time_ms": time.time_ns() // 1_000_000} | fields
-        written: Future[None] = self._pool.submit(lambda: self.actor.append([made], self.attempt))  # type: ignore[attr-defined]
+        written: Future[None] = self._pool.submit(self._append, made)  # type: ignore[attr-defined]
         return written.result
+
+    def _append(self, made: Event) -> None:
+        """Write one event, but none after one that could not be written, as `trainables.worker.recorder.Outbox` does."""
+        failures: list[Exception] = self._failures  # type: ignore[attr-defined]
+        if failures:
+            raise failures[0]
+        try:
+            self.actor.append([made], self.attempt)
+        except Exception as error:
+            failures.append(error)
+            raise
 
     def record(self, events: Iterable[Event]) -> None:
         self.actor.append(list(events))
