@@ -64,6 +64,8 @@ def shut_down() -> None:
     if not in_use():
         _servers.clear()
         ray.shutdown()
+        # Ray's C++ part leaves the system's default, which would end this process at once; Python does not notice.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def start_thread(target: Callable[[], None]) -> threading.Thread:

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,6 +105,29 @@ def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(i
     ranks.run(2, train, experiment.stage("student", RunDir(whole).stage("student").root, {}))
     assert equal(*(checkpoint.read(RunDir(run).stage("student").last)[0] for run in (pieces, whole)))
     assert [line["step"] for line in records(pieces, "step")] == list(range(1, 8 * 22 + 1))
+
+
+AFTER_RAY = """
+import os, signal, sys
+from pathlib import Path
+from service.cluster.connect import connect
+
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+with connect(1, Path(sys.argv[1])):
+    pass
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_sigterm_after_ray_has_shut_down_is_still_an_interruption(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    words = [sys.executable, "-c", AFTER_RAY, str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
 
 
 @pytest.mark.slow
