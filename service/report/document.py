@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader, Template
 from plotly.utils import PlotlyJSONEncoder
 
 from service.report.charts import Figure
@@ -48,22 +48,9 @@ def write(page: Page, path: Path) -> None:
 
 
 def render(page: Page) -> str:
-    sections = [
-        (title, [part for part in parts if isinstance(part, Table)], [part for part in parts if isinstance(part, Figure)])
-        for title, parts in page.sections.items()
-    ]
-    figures = [drawn(figure) for _, _, each in sections for figure in each]
-    return str(
-        _template().render(
-            page=page,
-            sections=sections,
-            nonce=secrets.token_urlsafe(16),
-            style=_asset("page.css"),
-            script=_asset("page.js"),
-            drawn=packed(json.dumps(figures).encode()) if figures else "",
-            library=plotly() if figures else "",
-        )
-    )
+    figures = [drawn(part) for parts in page.sections.values() for part in parts if isinstance(part, Figure)]
+    content, library = (packed(json.dumps(figures).encode()), plotly()) if figures else ("", "")
+    return str(_template().render(page=page, nonce=secrets.token_urlsafe(16), drawn=content, library=library))
 
 
 def drawn(figure: Figure) -> dict[str, Any]:
@@ -84,10 +71,6 @@ def plotly() -> str:
     return packed(resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes())
 
 
-def _asset(name: str) -> str:
-    return resources.files("service.report").joinpath(name).read_text(encoding="utf-8")
-
-
 @functools.cache
-def _template() -> Any:
-    return Environment(autoescape=True).from_string(_asset("page.html"))
+def _template() -> Template:
+    return Environment(autoescape=True, loader=PackageLoader("service", "report")).get_template("page.html")

@@ -14,18 +14,20 @@ from service.report import labels as names
 from service.report import wall_time as wall
 from service.report.charts import MAX_SERIES, Figure
 from service.report.document import Page
-from service.report.figures import BY_SPEED
-from service.report.records import Records, Row, axes, hang_lines, ran, teacher_lines
+from service.report.records import Records, axes, by_speed, hang_lines, ran, teacher_lines
 from service.runs.outcome import Outcome
+from service.runs.result import TrialRow
 from service.search.rows import probes
 
 RELOAD_S = 5
 FACTS = (
-    *("images_per_s", "epoch_s", "epoch_wall_s", "step_s", "data_pct", "top1_pct", "best_top1_pct", "linear_top1_pct", "cka"),
-    *("cosine", "peak_memory_mib"),
+    *("images_per_s", "epoch_s", "epoch_wall_s", "step_s", "data_pct", "top1_pct", "linear_top1_pct", "cka", "cosine"),
+    "peak_memory_mib",
 )
 """The metrics in the header of the page."""
 REACHED = ("top1_pct", "cka", "steps", "images_per_s")
+BAD = ("failed", "oom", "infeasible", "stopped")
+BY_SPEED = "trial, fastest first"
 
 
 def write_page(records: Records, path: Path | None = None) -> Path:
@@ -51,29 +53,45 @@ def page_of(records: Records) -> Page:
 
 def sweep_page(records: Records) -> Page:
     """Build the page of a sweep: the winner and why it won, the trials, speed over each axis, and all other measurements."""
-    result, rows, best, unit = records.result, records.rows, records.best, records.result.unit
-    points, front = probes(rows), result.search.front if result.search else ()  # training to a target is not a point of its own
-    frame = figures.trial_frame(points, unit)
-    precision = precision_note(best) if best else []
+    result, best, unit = records.result, records.best, records.result.unit
+    tried = [row for row in records.rows if row.status != "untested"]
+    bad = [row for row in records.rows if row.status in BAD]
+    points = probes(records.rows)  # training to a target is not a point of its own
     return Page(
         "sweep",
         result.name,
         result.status,
-        [*winner.lead(result, rows), *seeds.seeds_sentence(result)],
-        [*precision, *winner.notes(result, rows)],
+        [*winner.lead(result), *seeds.seeds_sentence(result)],
+        [*(precision_note(best) if best else []), *winner.notes(result)],
         {
-            f"{unit[0].upper()}{unit[1:]}s × batch × loader workers": [tables.heat_table(records), tables.page_trials(records)],
-            "Trials without a result": [tables.bad_trials(records)],
+            f"{unit[0].upper()}{unit[1:]}s × batch × loader workers": [
+                tables.heat_table(records),
+                tables.trial_table(result, tried, f"All {names.counted(len(tried), 'trial')}"),
+            ],
+            "Trials without a result": [tables.trial_table(result, bad, f"{names.counted(len(bad), 'trial')} and their reasons")],
             "Over seeds": [seeds.seed_table(result), seeds.seeds_figure(result)],
-            "Speed over each axis": [figures.over_axis(frame, points, best, key, unit) for key in axes(points) if best],
-            "Where the time goes": [figures.phases(frame.rename(columns={"trial": BY_SPEED}), BY_SPEED), figures.waits(frame)],
-            "Scaling and cost": [figures.efficiency(frame, best, unit) if best else None, figures.pareto(frame, unit, front)],
-            "Accuracy and latency": [figures.accuracy_latency(frame, points)],
+            **(speed_figures(records, points, best) if best and ran(points) else {}),
             "Over time": over_time(records),
         },
         facts_of(best.metrics) if best else {},
         winner.command(records.run_dir, records.log, best) if best else "",
     )
+
+
+def speed_figures(records: Records, points: list[TrialRow], best: TrialRow) -> dict[str, list[Figure | None]]:
+    """Build the figures of the trials that have a speed, fastest first."""
+    result, unit = records.result, records.result.unit
+    frame = tables.trial_frame(result, by_speed(points))
+    ranked = frame.rename(columns={"trial": BY_SPEED})
+    return {
+        "Speed over each axis": [figures.over_axis(frame, points, best, key, unit) for key in axes(points)],
+        "Where the time goes": [figures.phases(ranked, BY_SPEED), figures.waits(ranked, BY_SPEED)],
+        "Scaling and cost": [
+            figures.efficiency(frame, best, unit),
+            figures.pareto(frame, unit, result.search.front if result.search else ()),
+        ],
+        "Accuracy and latency": [figures.accuracy_latency(frame)],
+    }
 
 
 def run_page(records: Records) -> Page:
@@ -86,7 +104,8 @@ def run_page(records: Records) -> Page:
     ]
     if student and (shares := names.shares_text(student.metrics)):
         lead.insert(1, f"A step of the student: {shares}.")
-    labels = list(histories)
+    batch = records.experiment[GLOBAL_BATCH]
+    steps = [{"stage": stage.stage, "batch": batch, **tables.phase_ms(stage.metrics)} for stage in result.stages]
     return Page(
         "run",
         result.name,
@@ -94,23 +113,17 @@ def run_page(records: Records) -> Page:
         lead or ["No stage is complete yet."],
         precision_note(student) if student else [],
         {
-            "Learning": [timeline.losses(histories), timeline.accuracy(histories, labels)],
+            "Learning": [timeline.losses(histories), timeline.accuracy(histories, list(histories))],
             "Where the time goes": [
                 wall.of_run(result),
-                figures.phases(stage_frame(records), "stage"),
-                *timeline.over_steps(histories),
+                figures.phases(pd.DataFrame(steps), "stage") if steps else None,
+                timeline.waits(histories),
+                timeline.speed(histories),
                 *(tables.phase_table(stage.metrics, f"A step of the {stage.stage}") for stage in result.stages),
             ],
             "Hardware": timeline.hardware(histories),
         },
         facts_of(student.metrics) if student else {},
-    )
-
-
-def stage_frame(records: Records) -> pd.DataFrame:
-    batch = records.experiment[GLOBAL_BATCH]
-    return pd.DataFrame(
-        [{"stage": stage.stage, "batch": batch, **figures.phase_ms(stage.metrics)} for stage in records.result.stages]
     )
 
 
@@ -120,12 +133,7 @@ def precision_note(outcome: Outcome) -> list[str]:
 
 
 def facts_of(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Format the metrics in FACTS for the header of the page."""
-    return {
-        names.label(name).head: names.metric_cell(metrics, name)
-        for name in FACTS
-        if name in metrics and not (name == "best_top1_pct" and metrics[name] == metrics.get("top1_pct"))
-    }
+    return {names.label(name).head: names.metric_cell(metrics, name) for name in FACTS if name in metrics}
 
 
 def over_time(records: Records) -> list[Figure | None]:
@@ -133,14 +141,10 @@ def over_time(records: Records) -> list[Figure | None]:
 
     If accuracies are equal or missing, the fastest trials take the place of the most accurate ones.
     """
-    best, histories, rows = records.best, records.histories, records.rows
+    best, histories = records.best, records.histories
 
-    def rank(row: Row) -> tuple[bool, float, float]:
+    def rank(row: TrialRow) -> tuple[bool, float, float]:
         return best is None or row.id != best.id, -row.metrics.get("top1_pct", 0.0), -row.metrics["images_per_s"]
 
-    trials = {f"trial {row.id}": row for row in sorted(ran(rows), key=rank)[:MAX_SERIES]}
-    return [
-        timeline.accuracy(histories, list(trials)),
-        wall.wall_time(trials),
-        *timeline.hardware(histories),
-    ]
+    trials = {f"trial {row.id}": row for row in sorted(ran(records.rows), key=rank)[:MAX_SERIES]}
+    return [timeline.accuracy(histories, list(trials)), wall.wall_time(trials), *timeline.hardware(histories)]

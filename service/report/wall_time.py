@@ -6,7 +6,7 @@ import pandas as pd
 from plotly import express
 
 from service.report import labels as names
-from service.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, draw, figure
+from service.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, draw
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult
 
@@ -15,13 +15,13 @@ COLORS = dict(zip(("start", *PARTS, "end", "interruptions"), (GREY, BLUE, GREEN,
 
 
 def parts(entry: Outcome) -> dict[str, float]:
-    """Return the seconds of a stage or trial by part, from `result.json`; {} if they were not recorded.
+    """Return the seconds of a stage or trial by part; {} if they were not recorded.
 
     `start` lasts until the loop begins, `end` from its last record on. `interruptions` is the rest of the driver's wait:
     restarts, and work lost to crashes.
     """
     m = entry.metrics
-    if not m.keys() >= {*PARTS.values(), "wall_s"}:
+    if "train_s" not in m:
         return {}
     found = {"start": entry.start_s or 0.0, **{part: m[name] for part, name in PARTS.items()}, "end": entry.end_s or 0.0}
     found["other"] += m.get("timing_s", 0.0)
@@ -39,21 +39,15 @@ def wall_time(entries: Mapping[str, Outcome], caption: str = "") -> Figure | Non
     long["share"] = (long["s"] / long["what"].map(total_s)).map("{:.0%}".format)
     plot = draw(express.bar, long, "s", "what", "part", colors=COLORS, tips=["share"], orientation="h")
     plot.update_yaxes(autorange="reversed", title_text=None).update_layout(legend_traceorder="normal")
-    return figure(
-        "wall",
-        "Where the wall time goes",
-        f"Seconds of each stage, from the launch of its workers to its result.{caption}",
-        plot,
-        frame.add_suffix(" s").assign(**{"total s": total_s}).reset_index(),
-        height=160 + 60 * len(known),
-    )
+    numbers = frame.add_suffix(" s").assign(**{"total s": total_s}).reset_index()
+    caption = f"Seconds of each stage, from the launch of its workers to its result.{caption}"
+    return Figure("wall", "Where the wall time goes", caption, plot, numbers, height=160 + 60 * len(known))
 
 
 def of_run(run: RunResult) -> Figure | None:
     """Plot the parts of a run's stages; once it has ended, the caption has the time outside them."""
-    inside_s = sum(sum(parts(stage).values()) for stage in run.stages)
-    outside = ""
-    if run.status != "running" and run.seconds >= inside_s:  # a killed session recorded no time
-        outside = f" The run took {names.short(run.seconds)} s, including {names.short(run.seconds - inside_s)} s outside its "
-        outside += "stages, to start Ray and write records."
-    return wall_time({stage.stage: stage for stage in run.stages}, outside)
+    outside_s, caption = run.seconds - sum(sum(parts(stage).values()) for stage in run.stages), ""
+    if run.status != "running" and outside_s >= 0:  # a killed session recorded no time
+        caption = f" The run took {names.short(run.seconds)} s, including {names.short(outside_s)} s outside its stages, "
+        caption += "to start Ray and write records."
+    return wall_time({stage.stage: stage for stage in run.stages}, caption)

@@ -38,7 +38,6 @@ def test_parts_are_the_drivers_clock() -> None:
     assert parts(entry(104.0))["interruptions"] == pytest.approx(15.0)
     assert parts(entry(30.0))["interruptions"] == 0.0  # a resumed stage: its clock knows more than this driver
     assert parts(Outcome(status="ok", metrics={"steps": 3.0}, seconds=9.0)) == {}
-    assert parts(Outcome(status="ok", metrics={"wall_s": 3.0}, seconds=9.0)) == {}
 
 
 def test_the_figure_says_what_lies_outside_the_stages() -> None:
