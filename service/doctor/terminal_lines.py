@@ -80,7 +80,6 @@ def others(best: Evidence, cases: Sequence[Recording]) -> list[str]:
 
 def per_image_ms(e: Evidence) -> dict[str, float]:
     """Return the milliseconds per image of a typical step and its parts."""
-    waits_ms = e.exposed_ms or 0.0
-    parts = {part: getattr(e.typical, f"{part}_ms") for part in (*ALL_PHASES, "step")} | {"the all-reduce": waits_ms}
-    parts["backward"] -= waits_ms
+    parts = {part: getattr(e.typical, f"{part}_ms") for part in (*ALL_PHASES, "step")} | {"the all-reduce": e.exposed_ms}
+    parts["backward"] -= e.exposed_ms
     return {part: ms / e.global_batch for part, ms in parts.items()}
