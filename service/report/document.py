@@ -53,11 +53,10 @@ def render(page: Page) -> str:
     return str(_template().render(page=page, nonce=secrets.token_urlsafe(16), drawn=content, library=library))
 
 
-def drawn(figure: Figure) -> dict[str, Any]:
+def drawn(figure: Figure) -> Any:
     """Return the input of plotly.js: arrays as lists, null for non-finite numbers."""
     content = {"id": figure.id, "traces": [each.to_plotly_json() for each in figure.plot.data], "layout": figure.plot.layout}
-    found: dict[str, Any] = json.loads(json.dumps(content, cls=PlotlyJSONEncoder))
-    return found
+    return json.loads(json.dumps(content, cls=PlotlyJSONEncoder))
 
 
 def packed(content: bytes) -> str:

@@ -7,36 +7,27 @@ from plotly import express
 
 from service.report import labels as names
 from service.report.charts import GREY, MAX_SERIES, PHASE_COLORS, VERMILION, Figure, draw, mark_ticks, reference_line
-from service.report.records import axes, ordered, ran, value
 from service.runs.result import TrialRow
 from trainables.metrics.phases import ALL_PHASES
 
-MAX_LISTED = 12  # values of an axis above which points are not told apart by it: a distribution, not a list
 STUDENT = "student.model"
 OTHERS = "other trials"
 
 
-def over_axis(frame: pd.DataFrame, rows: Sequence[TrialRow], best: TrialRow, key: str, unit: str) -> Figure | None:
-    """Plot speed over one axis, with a series per value of a second axis and all other axes at the winner's values.
+def over_axis(frame: pd.DataFrame, keys: Sequence[str], key: str, unit: str) -> Figure | None:
+    """Plot the fastest trial at each value of an axis, with a series per value of a second axis; all others are faint.
 
-    All other trials are in the background. `frame` has the trials of `rows` that have a speed.
+    `frame` has the trials that have a speed, fastest first, and `keys` are the axes in which they differ.
     """
-    heads = {one: names.axis(one, unit) for one in sorted(axes(rows), key=lambda one: one != key)}
-    title, at_best = heads[key], {one: value(best, one) for one in heads}
+    title, second = names.axis(key, unit), next((one for one in keys if one != key), None)
     if frame[title].nunique() < 2:
         return None
-    second = next((one for one in heads if one != key), None)
-    fixed = [one for one in heads if one not in (key, second) and frame[heads[one]].nunique() <= MAX_LISTED]
-    alike = frame[[heads[one] for one in fixed]].eq([str(at_best[one]) for one in fixed]).all(axis="columns")
-    series, order = pd.Series("measured", frame.index), list[str]()
+    series, order = pd.Series("fastest", frame.index), list[str]()
     if second is not None:
-        # if there are too many, those around the winner's, in an order that gives a value the same color in all figures
-        values = [str(one) for one in ordered(value(row, second) for row in (*ran(rows), best))]
-        first = min(max(0, values.index(str(at_best[second])) - MAX_SERIES // 2), max(0, len(values) - MAX_SERIES))
-        order = [names.at(second, one, unit) for one in values[first : first + MAX_SERIES]]
-        series = frame[heads[second]].map(lambda one: names.at(second, one, unit))
-        alike &= series.isin(order)
-    drawn = frame.assign(series=series.where(alike, OTHERS), bar=frame["± images/s"].where(alike))
+        series = frame[names.axis(second, unit)].map(lambda value: names.at(second, value, unit))
+        order = sorted(series.unique()[:MAX_SERIES], key=names.natural)
+    is_faint = pd.concat([frame[title], series], axis="columns").duplicated() | ~series.isin(order or ["fastest"])
+    drawn = frame.assign(series=series.mask(is_faint, OTHERS), bar=frame["± images/s"].mask(is_faint))
     numbers = pd.to_numeric(frame[title], errors="coerce")
     if is_numeric := bool(numbers.notna().all()):
         drawn = drawn.assign(**{title: numbers}).sort_values(title, kind="stable")
@@ -48,11 +39,10 @@ def over_axis(frame: pd.DataFrame, rows: Sequence[TrialRow], best: TrialRow, key
     plot.data = sorted(plot.data, key=lambda trace: trace.name != OTHERS)  # behind the others
     if is_numeric:
         mark_ticks(plot, numbers.tolist())
-    caption = "Markers are measurements" + (", bars one standard error." if drawn["bar"].notna().any() else ".")
-    alike_in = ", ".join(names.at(one, at_best[one], unit) for one in fixed)
-    caption += f" The series have {alike_in}, like the best trial." if fixed else ""
-    shown = frame[[*heads.values(), "images/s", "± images/s", "trial"]]
-    return Figure(f"speed-{axes(rows).index(key)}", f"Speed over {title}", caption, plot, shown)
+    caption = "The fastest trial at each value" + (", bars one standard error." if drawn["bar"].notna().any() else ".")
+    others = [names.axis(one, unit) for one in keys if one != key]
+    shown = frame[[title, *others, "images/s", "± images/s", "trial"]]
+    return Figure(f"speed-{keys.index(key)}", f"Speed over {title}", caption, plot, shown)
 
 
 def phases(frame: pd.DataFrame, what: str) -> Figure | None:

@@ -11,7 +11,6 @@ import pandas as pd
 from service.config.space import GLOBAL_BATCH
 from service.report import document, figures, seeds, tables, timeline, winner
 from service.report import labels as names
-from service.report import wall_time as wall
 from service.report.charts import MAX_SERIES, Figure
 from service.report.document import Page
 from service.report.records import Records, axes, by_speed, hang_lines, ran, teacher_lines
@@ -84,7 +83,7 @@ def speed_figures(records: Records, points: list[TrialRow], best: TrialRow) -> d
     frame = tables.trial_frame(result, by_speed(points))
     ranked = frame.rename(columns={"trial": BY_SPEED})
     return {
-        "Speed over each axis": [figures.over_axis(frame, points, best, key, unit) for key in axes(points)],
+        "Speed over each axis": [figures.over_axis(frame, axes(points), key, unit) for key in axes(points)],
         "Where the time goes": [figures.phases(ranked, BY_SPEED), figures.waits(ranked, BY_SPEED)],
         "Scaling and cost": [
             figures.efficiency(frame, best, unit),
@@ -115,7 +114,7 @@ def run_page(records: Records) -> Page:
         {
             "Learning": [timeline.losses(histories), timeline.accuracy(histories, list(histories))],
             "Where the time goes": [
-                wall.of_run(result),
+                timeline.wall_time_of_run(result),
                 figures.phases(pd.DataFrame(steps), "stage") if steps else None,
                 timeline.waits(histories),
                 timeline.speed(histories),
@@ -147,4 +146,4 @@ def over_time(records: Records) -> list[Figure | None]:
         return best is None or row.id != best.id, -row.metrics.get("top1_pct", 0.0), -row.metrics["images_per_s"]
 
     trials = {f"trial {row.id}": row for row in sorted(ran(records.rows), key=rank)[:MAX_SERIES]}
-    return [timeline.accuracy(histories, list(trials)), wall.wall_time(trials), *timeline.hardware(histories)]
+    return [timeline.accuracy(histories, list(trials)), timeline.wall_time(trials), *timeline.hardware(histories)]

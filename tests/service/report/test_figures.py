@@ -25,8 +25,7 @@ def trials(records: Records) -> pd.DataFrame:
 def axis_figure(records: Records, key: str, rows: Sequence[TrialRow] = ()) -> Shown:
     """The speed over an axis, of all trials or of these."""
     rows = rows or records.rows
-    assert records.best is not None
-    return shown(over_axis(trial_frame(records.result, by_speed(rows)), rows, records.best, key, "GPU"))
+    return shown(over_axis(trial_frame(records.result, by_speed(rows)), axes(rows), key, "GPU"))
 
 
 def marks(figure: Shown) -> list[dict[str, Any]]:
