@@ -22,17 +22,18 @@ from service.report.table import Table
 from trainables.errors import ExperimentError
 from trainables.rundir import write_text
 
+Sections = dict[str, Sequence[Table | Figure | None]]
+"""Titles to tables and figures; empty ones are not shown."""
+
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a page. `sections` maps titles to tables and figures; empty ones are not shown."""
-
     kind: str
     title: str
     status: str = ""
     lead: Sequence[str] = ()
     notes: Sequence[str] = ()
-    sections: Mapping[str, Sequence[Table | Figure | None]] = field(default_factory=dict)
+    sections: Sections = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     foot: str = ""

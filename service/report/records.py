@@ -40,7 +40,7 @@ class Records:
     log: RunLog
     result: RunResult
     experiment: Mapping[str, Any]  # by dotted keys; secrets are redacted
-    rows: Sequence[TrialRow] = ()  # the trials of a sweep; for a run, its student as the only row once it has a speed
+    rows: Sequence[TrialRow] = ()  # the trials of a sweep; for a run, its student as the only row once it has numbers
     histories: Histories = field(default_factory=dict)
 
     @property
@@ -74,22 +74,12 @@ def read_records(run_dir: RunDir, log: RunLog, result: RunResult, experiment: Ex
         result = result.model_copy(update={"trials": rows})
     else:
         stages = {name: name for name in experiment.stage_names}
-        rows = [
-            TrialRow(
-                id="student",
-                params={},
-                scale=TrialScale.model_construct(
-                    num_workers=result.num_workers or 1,
-                    global_batch_size=flat[GLOBAL_BATCH],
-                    loader_workers=result.loader_workers,
-                ),
-                status="ok",
-                metrics=stage.metrics,
-                steps_s=windows_s(log, "student"),
-            )
-            for stage in result.stages
-            if stage.stage == "student" and stage.metrics.get("images_per_s")
-        ]
+        scale = TrialScale.model_construct(
+            num_workers=result.num_workers or 1, global_batch_size=flat[GLOBAL_BATCH], loader_workers=result.loader_workers
+        )
+        own = {"id": "student", "params": {}, "scale": scale, "steps_s": windows_s(log, "student")}
+        students = [stage for stage in result.stages if stage.stage == "student" and stage.metrics]
+        rows = [TrialRow.model_construct(**{**dict(stage), **own}) for stage in students]
     kinds = ("start", "resume", "epoch", "summary", *(() if result.kind == "sweep" else ("step",)))
     histories = {label: lines for label, stage in stages.items() if (lines := read_history(log, stage, *kinds))}
     return Records(run_dir, log, result, flat, rows, histories)
