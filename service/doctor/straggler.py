@@ -50,20 +50,15 @@ def _late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | 
         phase, effect = _slow_phase(e, e.ranks[worst], [e.ranks[rank] for rank in fast]), Effect(work_ms=more_ms)
         change = "check for other jobs, clocks and heat on that node (distill report shows its telemetry), or leave it out"
     others = "all others" if 2 * len(slow) <= e.num_workers else f"{len(fast)} of {e.num_workers} ranks"
+    nodes = sorted({e.rank_nodes[rank] for rank in slow}) if len(e.rank_nodes) == e.num_workers else []
+    names = ", ".join(map(str, slow)) + (f" (node{', node'.join(map(str, nodes))})" if nodes else "")
     return Cause(
         "straggler",
-        f"{_names(e, slow)} {'is' if len(slow) == 1 else 'are'} slow and {others} wait: {own_ms[worst]:.1f} ms of own work per "
-        f"step, the others at most {own_ms[next_slow]:.1f}; most of the difference is in {phase}",
+        f"{f'rank {names} is' if len(slow) == 1 else f'ranks {names} are'} slow and {others} wait: {own_ms[worst]:.1f} ms of own "
+        f"work per step, the others at most {own_ms[next_slow]:.1f}; most of the difference is in {phase}",
         change,
         effect,
     )
-
-
-def _names(e: Evidence, ranks: Sequence[int]) -> str:
-    """Name ranks with their nodes, where these are known."""
-    nodes = sorted({e.rank_nodes[rank] for rank in ranks}) if len(e.rank_nodes) == e.num_workers else []
-    numbers = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-    return f"{numbers} (node{', node'.join(map(str, nodes))})" if nodes else numbers
 
 
 def _slow_phase(e: Evidence, rank: RankTimes, others: Sequence[RankTimes]) -> str:

@@ -15,12 +15,11 @@ HEALTHY = f"nothing to gain over {MIN_GAIN_PCT:g}%"
 
 def case_lines(cases: Sequence[Recording]) -> list[str]:
     """Return lines about a run, or about a sweep's best trial and why others are slower. The main finding comes first."""
-    e, found, text = cases[0].evidence, findings(cases[0].evidence), list[str]()
+    e, text = cases[0].evidence, list[str]()
+    found = findings(e)
     for number, finding in enumerate(found, start=1):
-        text += [
-            f"{number}. {finding_line(finding)}" if len(found) > 1 else finding_line(finding),
-            f"   change: {finding.change}",
-        ]
+        prefix = f"{number}. " if len(found) > 1 else ""
+        text += [f"{prefix}{finding_line(finding)}", f"   change: {finding.change}"]
     if not found:
         share_pct = 100 * e.compute_ms / e.step_ms if e.step_ms else 0.0
         text = [f"{HEALTHY}: compute-bound, the models' own work is {share_pct:.0f}% of a step"]

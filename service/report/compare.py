@@ -31,7 +31,20 @@ class Comparison:
     b: Records
     points: pd.DataFrame
     """A row per common point: its axes, speeds and accuracies, the ratio `B ÷ A`, its standard error `±`, and a `verdict`."""
-    differences: Table | None  # between the experiments
+
+    @property
+    def differences(self) -> Table | None:
+        """The keys whose values differ between the experiments, without those that both searched."""
+        own = [records.experiment for records in (self.a, self.b)]
+        both = [
+            key
+            for key in searched_keys(self.a.rows)
+            if all(any(key in row.params for row in one.rows) for one in (self.a, self.b))
+        ]
+        keys = [key for key in {**own[0], **own[1]} if key != "name" and key not in both]
+        changed = [[key, *(str(one.get(key)) for one in own)] for key in keys if own[0].get(key) != own[1].get(key)]
+        columns = ["key", "A", "B"]
+        return Table("differences between the experiments", columns, changed, left=columns) if changed else None
 
 
 def compare(a: Records, b: Records) -> Comparison:
@@ -39,14 +52,14 @@ def compare(a: Records, b: Records) -> Comparison:
     keys, unit = searched_keys([*a.rows, *b.rows]), a.result.unit
     both = measured(a, keys, "A").merge(measured(b, keys, "B"), on=keys)
     if both.empty:
-        return Comparison(a, b, pd.DataFrame(), differences(a, b))
+        return Comparison(a, b, pd.DataFrame())
     keys = [key for key in keys if key in SCALE_AXES or both[key].nunique() > 1]
     ratio, error = both["B images/s"] / both["A images/s"], (both["A error"] ** 2 + both["B error"] ** 2) ** 0.5
     shown = both[[*keys, "A images/s", "A top-1 %", "B images/s", "B top-1 %"]].dropna(axis="columns", how="all")
     points = shown.rename(columns={key: names.axis(key, unit) for key in keys})
     points = points.assign(**{RATIO: ratio, "±": error * ratio, "verdict": verdicts(ratio, error)})
     points.index = pd.Index(", ".join(names.at(key, one[key], unit) for key in keys) for _, one in both.iterrows())
-    return Comparison(a, b, points, differences(a, b))
+    return Comparison(a, b, points)
 
 
 def measured(records: Records, keys: Sequence[str], side: str) -> pd.DataFrame:
@@ -57,18 +70,6 @@ def measured(records: Records, keys: Sequence[str], side: str) -> pd.DataFrame:
         numbers = (row.metrics["images_per_s"], row.metrics.get("top1_pct"), step_error(row) or np.nan)
         found.append([*(str(known.get(key)) for key in keys), *numbers])
     return pd.DataFrame(found, columns=[*keys, f"{side} images/s", f"{side} top-1 %", f"{side} error"])
-
-
-def differences(a: Records, b: Records) -> Table | None:
-    """Tabulate the keys whose values differ between the experiments, without those that both searched."""
-    both = {key for key in searched_keys(a.rows) if all(any(key in row.params for row in one.rows) for one in (a, b))}
-    changed = [
-        [key, str(a.experiment.get(key)), str(b.experiment.get(key))]
-        for key in dict.fromkeys([*a.experiment, *b.experiment])
-        if key != "name" and key not in both and a.experiment.get(key) != b.experiment.get(key)
-    ]
-    columns = ["key", "A", "B"]
-    return Table("differences between the experiments", columns, changed, left=columns) if changed else None
 
 
 def verdicts(ratios: pd.Series, errors: pd.Series) -> pd.Series:
@@ -90,7 +91,8 @@ def overall(ratios: pd.Series) -> tuple[float, float, float] | None:
     test = paired_t_test(np.log(ratios).tolist())
     if test is None:
         return None
-    return math.exp(test.mean), math.exp(test.mean - test.half_width), math.exp(test.mean + test.half_width)
+    mean, half_width, _ = test
+    return math.exp(mean), math.exp(mean - half_width), math.exp(mean + half_width)
 
 
 def lead(comparison: Comparison) -> list[str]:

@@ -51,7 +51,7 @@ METRICS = {
 DIGITS = {f"{side}{label.head}": label.digits for side in ("", "A ", "B ") for label in METRICS.values()} | {
     **dict.fromkeys(("± images/s", "duration s", "share %", "lowest mean", "mean", "highest mean", "peak"), 1),
     **dict.fromkeys(("training", "validation"), 4),
-    **dict.fromkeys(("B ÷ A", "±"), 3),
+    **dict.fromkeys(("B ÷ A", "±", "p"), 3),
     "% of ideal": 0,
 }
 """Digits of a column of numbers by its heading; others have 2."""

@@ -180,20 +180,19 @@ HARDWARE = {
 
 def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
     """Tabulate the telemetry: a row per node and per GPU, means with the peak in parentheses. None if nothing was sampled."""
-    sources = sorted({name.rpartition("/")[0] for name in metrics if re.match(r"node\d+/", name)}, key=names.natural)
     rows = []
-    for source in sources:
-        cells = []
-        for what, unit in HARDWARE.values():
+    for source in sorted({name.rpartition("/")[0] for name in metrics if re.match(r"node\d+/", name)}, key=names.natural):
+        row: dict[str, str | None] = {"where": source}
+        for head, (what, unit) in HARDWARE.items():
             field = "cpu" if what == "util" and "/gpu" not in source else what
             mean, peak = (metrics.get(f"{source}/{field}{part}_{unit}") for part in ("", "_max"))
-            cells.append(f"{names.number(mean, 0)} ({names.number(peak, 0)})" if mean is not None else "–")
+            row[head] = f"{names.number(mean, 0)} ({names.number(peak, 0)})" if mean is not None else None
         reasons = decode_throttle(int(metrics.get(f"{source}/throttle_reasons", 0)))
         # an idle GPU and one with clocks set by the user are not throttled
         slowed = [reason for reason in reasons if reason not in ("gpu_idle", "applications_clocks_setting")]
-        rows.append([source, *cells, ", ".join(slowed) or "–"])
-    columns = ["where", *HARDWARE, "slowed by"]
-    return Table(title, columns, rows, left=["where", "slowed by"], optional=[*HARDWARE][:0:-1]) if rows else None
+        rows.append({**row, "slowed by": ", ".join(slowed) or None})
+    frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
+    return table_of(frame, title, optional=[*HARDWARE][:0:-1]) if rows else None
 
 
 STAGE_METRICS = (
@@ -202,9 +201,11 @@ STAGE_METRICS = (
 )
 
 
-def stage_table(title: str, stages: Sequence[StageRow]) -> Table:
+def stage_table(title: str, stages: Sequence[StageRow]) -> Table | None:
     """Tabulate the stages of a run."""
-    shown = [name for name in STAGE_METRICS if any(name in stage.metrics for stage in stages)]
-    rows = [[stage.stage, stage.model, *(names.metric_cell(stage.metrics, name) for name in shown)] for stage in stages]
-    columns = ["stage", "model", *(names.label(name).head for name in shown)]
-    return Table(title, columns, rows, left=["stage", "model"], optional=["steps", "top-5 %", "s/epoch"])
+    rows = [
+        {"stage": stage.stage, "model": stage.model} | {names.label(name).head: stage.metrics.get(name) for name in STAGE_METRICS}
+        for stage in stages
+    ]
+    frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
+    return table_of(frame, title, optional=("steps", "top-5 %", "s/epoch")) if rows else None

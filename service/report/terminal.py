@@ -50,7 +50,7 @@ def summary(result: RunResult, only: Collection[str] | None = None) -> list[Rend
         tables = [sweep_table(result, only), seed_table(result)]
         lines = [*verdict(result), *seeds_sentence(result)]
     else:
-        tables, lines = [stage_table(result.name, result.stages) if result.stages else None], []
+        tables, lines = [stage_table(result.name, result.stages)], []
     return [*filter(None, tables), *lines, *teacher_lines(result), *(f"note: {line}" for line in result.notes)]
 
 
