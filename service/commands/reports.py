@@ -75,8 +75,7 @@ def doctor(directory_or_recipe: str, overrides: tuple[str, ...], measure: bool, 
         cases = read_run(*reopen(Path(directory_or_recipe)))
     else:
         resolved = load(directory_or_recipe, overrides)
-        from service.doctor.measure import measured_lines, parts_of
-        from service.doctor.probe import probe
+        from service.doctor.measure import measured_lines, parts_of, probe
 
         cases, steps_ms = probe(resolved, root, parts_of(resolved.experiment) if measure else ())
         measured = measured_lines(cases[0].evidence, steps_ms)

@@ -1,7 +1,7 @@
 """The recorded numbers of a run, and what follows from them: its steps' waits, supply of images and work."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median_low
 from typing import Any, TypeVar
@@ -9,12 +9,9 @@ from typing import Any, TypeVar
 from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
 
 Item = TypeVar("Item")
-MIN_GAIN_PCT = 5.0
-"""A predicted gain below this is not worth a finding."""
-KEEPS_UP = 0.5
-"""A loader whose threads are busy for less than this share of a step is fast enough; single batches may still be late."""
-MIN_SWAP_MIB_PER_S = 1.0
-"""At a higher rate of reads from swap space, the training itself is swapping."""
+MIN_GAIN_PCT = 5.0  # a predicted gain below this is not worth a finding
+KEEPS_UP = 0.5  # a loader that is busy for less of a step is fast enough on average; single batches may still be late
+MIN_SWAP_MIB_PER_S = 1.0  # at a higher rate of reads from swap space, the training itself is swapping
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Evidence:
     accumulate: int = 1
     precision: str = "fp32"
     decodes_on_device: bool = False
-    exposed_ms: float | None = None  # the all-reduce's own part: the last rank to arrive waits for nothing else
+    exposed_ms: float = 0.0  # the all-reduce's own part: the last rank to arrive waits for nothing else
     prefetch_batches: int = 2
     loader: LoaderCosts = field(default_factory=LoaderCosts)
     copy_batch_ms: float | None = None
@@ -43,7 +40,6 @@ class Evidence:
     train_images: int | None = None
     num_epochs: int | None = None
     evaluate_every: int = 1
-    has_ended: bool = False
     compile: bool | str = False
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
@@ -74,14 +70,13 @@ class Evidence:
     @cached_property
     def typical(self) -> RankTimes:
         """The median over ranks of each number (the lower of two), which leaves out the slowest ranks."""
-
-        def middle(name: str) -> Any:
+        found: dict[str, Any] = {}
+        for name in RankTimes.__dataclass_fields__:
             # Only first pipeline stages have a loader.
             ranks = self.ranks[:: self.pipeline_stages] if name == "data_ms" else self.ranks
             known = [value for rank in ranks if (value := getattr(rank, name)) is not None]
-            return median_low(known) if known else None
-
-        return RankTimes(**{field.name: middle(field.name) for field in fields(RankTimes)})
+            found[name] = median_low(known) if known else None
+        return RankTimes(**found)
 
     @property
     def step_ms(self) -> float:
@@ -101,13 +96,10 @@ class Evidence:
         known = step.loader_wait_ms if self.loader_workers else None
         return step.data_ms if known is None else min(step.data_ms, known)
 
-    def is_worth_it(self, ms: float) -> bool:
-        """Whether saving `ms` of a step is worth a finding."""
-        return 100 * ms >= MIN_GAIN_PCT * self.step_ms
-
     @property
     def waits_for_data(self) -> bool:
-        return self.is_worth_it(self.data_wait_ms)
+        """Whether this wait is worth a finding."""
+        return 100 * self.data_wait_ms >= MIN_GAIN_PCT * self.step_ms
 
     @property
     def is_late(self) -> bool:
@@ -140,7 +132,7 @@ class Evidence:
             return 0.0
         if self.copy_batch_ms is not None:
             return min(self.step_ms, self.copy_batch_ms)
-        return self.step_ms if self.is_worth_it(self.typical.h2d_ms) else 0.0
+        return self.step_ms if 100 * self.typical.h2d_ms >= MIN_GAIN_PCT * self.step_ms else 0.0
 
     @property
     def service_ms(self) -> float:
@@ -159,16 +151,12 @@ class Evidence:
         """Mean evaluation time per epoch."""
         return fmean(epoch.eval_s for epoch in self.epochs) if self.epochs else 0.0
 
-    @property
-    def epoch_steps_s(self) -> float:
-        return (self.steps_per_epoch or 1) * self.step_ms / 1e3
-
     # What a step computes
 
     @property
     def work_ms(self) -> float:
         """The time of a step that never waits for images: the slowest rank's computing, and the all-reduce."""
-        return min(self.step_ms, max(map(self.computing_ms, self.ranks)) + (self.exposed_ms or 0.0))
+        return min(self.step_ms, max(map(self.computing_ms, self.ranks)) + self.exposed_ms)
 
     @property
     def compute_ms(self) -> float:
@@ -186,13 +174,11 @@ class Evidence:
         return before_ms + passes_ms + rank.optimizer_ms + rank.rest_ms
 
     def own_backward_ms(self, rank: RankTimes) -> float:
-        """Return a rank's backward without its waits. Ranks wait for the slowest, so none computes longer than the
-        shortest backward. In a pipeline, stages differ in work, and waits count as the bubble.
-        """
-        if self.pipeline_stages > 1:
+        """Return a rank's backward without its waits: ranks wait for the slowest, so none computes longer than the shortest."""
+        if self.pipeline_stages > 1:  # stages differ in work, and waits count as the bubble
             return rank.backward_ms
         shortest_ms = min(other.backward_ms for other in self.ranks)
-        return min(shortest_ms, rank.backward_ms - (rank.allreduce_wait_ms or 0.0))
+        return min(shortest_ms, rank.backward_ms - rank.allreduce_wait_ms)
 
     def own_student_ms(self, rank: RankTimes) -> float:
         """Return a rank's forward without its wait for rank 0, which broadcasts its batch statistics when forward begins.
@@ -210,20 +196,19 @@ class Evidence:
     # Nodes and GPUs
 
     @property
-    def cores(self) -> float | None:
-        """CPU cores of all nodes, or None if not recorded."""
-        known = [node.cpu_cores for node in self.nodes if node.cpu_cores is not None]
-        return sum(known) if known and len(known) == len(self.nodes) else None
+    def cores(self) -> float:
+        """CPU cores of all nodes, or 0 if not recorded."""
+        return sum(node.cpu_cores for node in self.nodes)
 
     @property
     def cores_busy_pct(self) -> float:
         """Utilization of the busiest node's cores."""
-        return max((node.cpu_pct for node in self.nodes if node.cpu_pct is not None), default=0.0)
+        return max((node.cpu_pct for node in self.nodes), default=0.0)
 
     @property
     def swap_mib_per_s(self) -> float:
         """Rate of reads from swap space of the node that swaps most."""
-        return max((node.swap_in_mib_per_s or 0.0 for node in self.nodes), default=0.0)
+        return max((node.swap_in_mib_per_s for node in self.nodes), default=0.0)
 
     @property
     def swaps(self) -> bool:
@@ -246,14 +231,8 @@ class Evidence:
         if self.gpus_busy_pct is None:
             return 0.0
         computing_ms = fmean(map(self.computing_ms, self.ranks)) - self.service_ms
-        kernels_ms = self.gpus_busy_pct / 100 * self.step_ms - fmean(rank.allreduce_wait_ms or 0.0 for rank in self.ranks)
+        kernels_ms = self.gpus_busy_pct / 100 * self.step_ms - fmean(rank.allreduce_wait_ms for rank in self.ranks)
         return min(1.0, max(0.0, 1 - kernels_ms / computing_ms)) if computing_ms > 0 else 0.0
-
-    def node_of(self, rank: int) -> int | None:
-        """Return a rank's node, or None if unknown."""
-        if len(self.rank_nodes) == self.num_workers:
-            return self.rank_nodes[rank]
-        return 0 if len(self.nodes) == 1 else None
 
 
 def last_third(epochs: Sequence[Item]) -> Sequence[Item]:

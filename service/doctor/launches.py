@@ -5,14 +5,10 @@ import math
 from service.doctor.evidence import MIN_GAIN_PCT, Evidence
 from service.doctor.step_model import Cause, Effect
 
-MAX_MEMORY_SHARE = 0.9
-"""Share of a GPU's memory that a larger batch may take."""
-MAX_TIMES = 64
-"""Largest factor by which a larger batch is proposed."""
-MIN_SHARE_OF_BEST = 0.97
-"""The smallest batch is proposed that saves at least this share of the best one's saving."""
-GRAPHS = ("reduce-overhead", "max-autotune")
-"""Values of `train.compile` that launch models as CUDA graphs."""
+MAX_MEMORY_SHARE = 0.9  # of a GPU's memory that a larger batch may take
+MAX_TIMES = 64  # largest factor by which a larger batch is proposed
+MIN_SHARE_OF_BEST = 0.97  # the smallest batch is proposed that saves at least this share of the best one's saving
+GRAPHS = ("reduce-overhead", "max-autotune")  # values of `train.compile` that launch models as CUDA graphs
 COMPILE = "--set train.compile=reduce-overhead, which launches models as CUDA graphs"
 
 
@@ -39,21 +35,23 @@ def launch_bound(e: Evidence) -> Cause | None:
     they fit into memory, else a larger batch, else torch.compile. If a single image is much faster, or models are launched as
     CUDA graphs, something else delays the host.
     """
-    computing_ms = e.work_ms - (e.exposed_ms or 0.0) - e.service_ms
-    idle_ms, one_image_ms = e.idle_share * computing_ms, e.one_image_ms
-    if e.on_gpu and e.gpus_busy_pct is None:
-        return None
-    memory, few = "", f"{e.rank_batch:g} images per worker are too few"
-    if e.peak_memory_mib and e.gpu_memory_mib:
-        memory = f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
+    computing_ms = e.work_ms - e.exposed_ms - e.service_ms
+    idle_ms, few = e.idle_share * computing_ms, f"{e.rank_batch:g} images per worker are too few"
     if e.on_gpu:
+        if e.gpus_busy_pct is None:
+            return None
         waiting = f"GPUs are {e.gpus_busy_pct:.0f}% busy, and wait for the host for {idle_ms:.1f} of a step's {e.step_ms:.1f} ms"
-        is_graph = e.compile in GRAPHS
-        if is_graph or (one_image_ms is not None and e.accumulate * one_image_ms < 0.5 * computing_ms):
-            could = f"which could launch a step in {e.accumulate * (one_image_ms or 0.0):.1f} ms"
+        memory = ""
+        if e.peak_memory_mib and e.gpu_memory_mib:
+            memory = f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
+        is_graph, launch_ms = e.compile in GRAPHS, math.inf if e.one_image_ms is None else e.accumulate * e.one_image_ms
+        if is_graph or launch_ms < 0.5 * computing_ms:
+            why = (
+                "although models are launched as CUDA graphs" if is_graph else f"which could launch a step in {launch_ms:.1f} ms"
+            )
             return Cause(
                 "host-bound",
-                f"{waiting}, {'although models are launched as CUDA graphs' if is_graph else could}{memory}",
+                f"{waiting}, {why}{memory}",
                 "give each worker its cores (--set scale.cpus_per_worker=…, data.loader=process: threads share Python's lock), "
                 "and see what else runs on that node",
                 Effect(work_ms=idle_ms),
@@ -72,7 +70,7 @@ def launch_bound(e: Evidence) -> Cause | None:
     if not e.on_gpu:
         few = f"the same images in a larger batch take {saved_ms[times]:.1f} of a step's {e.step_ms:.1f} ms less: {few}"
     is_worth_it = 100 * saved_ms[times] >= MIN_GAIN_PCT * e.step_ms
-    fewer_ms = (e.exposed_ms or 0.0) * (1 - 1 / times) if is_worth_it else 0.0  # of the all-reduce
+    fewer_ms = e.exposed_ms * (1 - 1 / times) if is_worth_it else 0.0  # of the all-reduce
     change = f"--set data.global_batch_size={times * e.global_batch} (with optim.lr_scaling=linear; fewer steps per epoch)"
     change += f"; or, with this batch, {compiled.removesuffix('; ')}" if compiled else ""
     return Cause("launch-bound", few, change, Effect(work_ms=saved_ms[times] + fewer_ms))

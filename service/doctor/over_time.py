@@ -1,6 +1,6 @@
 """Finds steps that become slower during a run, and GPUs whose clocks are lowered by heat or power supply."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -12,12 +12,10 @@ from service.doctor.step_model import Cause, Effect
 from trainables.metrics.phases import ALL_PHASES, RECEIVE
 from trainables.metrics.telemetry import SLOWING_REASONS, decode_throttle
 
-MIN_SIGNAL = 3.0
-"""Growth of steps counts from this many times the median difference between successive epochs."""
+MIN_SIGNAL = 3.0  # times the median difference between successive epochs, from which growth of steps counts
 MIN_EPOCHS = 3
 HOT_C = 75.0
-MIN_THROTTLED_PCT = 10.0
-"""GPUs whose clock was lowered for less of the time are not reported."""
+MIN_THROTTLED_PCT = 10.0  # of the time: GPUs whose clock was lowered for less are not reported
 
 
 class ThrottledGpu(NamedTuple):
@@ -41,52 +39,24 @@ def throttled_gpu(e: Evidence) -> ThrottledGpu | None:
     The reference clock is the GPU's own while it was not throttled, else that of similar GPUs that are not throttled, else the
     highest clock of its kind.
     """
-    epochs = [epoch.gpus for epoch in e.epochs] or [e.gpus]
+    epochs = [{gpu.name: gpu for gpu in gpus} for gpus in ([epoch.gpus for epoch in e.epochs] or [e.gpus])]
     # The part of a step that depends on the clock: kernels that are not hidden behind launching. The hidden share of kernels is
     # assumed to equal the GPUs' idle share.
-    kernels_share = (e.work_ms - (e.exposed_ms or 0.0)) * (1 - e.idle_share) ** 2 / e.step_ms
+    kernels_share = (e.work_ms - e.exposed_ms) * (1 - e.idle_share) ** 2 / e.step_ms
     found = []
-    for gpu in epochs[-1]:
-        if not gpu.sm_clock_mhz or not (is_throttled(gpu) or (gpu.temperature_c or 0.0) >= HOT_C):
+    for gpu in epochs[-1].values():
+        if not gpu.sm_clock_mhz or not (is_throttled(gpu) or gpu.temperature_c >= HOT_C):
             continue
-        history = [next((one for one in gpus if one.name == gpu.name), None) for gpus in epochs]
-        free_mhz = [one.sm_clock_mhz or 0.0 for one in history if one is not None and not is_throttled(one)]
-        similar = [one for one in epochs[-1] if one.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz and not is_throttled(one)]
-        others_mhz = [one.sm_clock_mhz or 0.0 for one in similar] or [gpu.sm_clock_limit_mhz or 0.0]
-        reference_mhz = max(free_mhz or others_mhz)
+        history = [gpus.get(gpu.name, GpuUse(gpu.name)) for gpus in epochs]
+        free_mhz = [one.sm_clock_mhz for one in history if one.sm_clock_mhz and not is_throttled(one)]
+        similar = [one for one in epochs[-1].values() if one.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz]
+        similar_mhz = [one.sm_clock_mhz for one in similar if one.sm_clock_mhz and not is_throttled(one)]
+        reference_mhz = max(free_mhz or similar_mhz or [gpu.sm_clock_limit_mhz])
         # Epochs without a recorded clock count as no loss.
-        clocks_mhz = [(one and one.sm_clock_mhz) or reference_mhz for one in history]
-        lost = [kernels_share * max(0.0, 1 - mhz / reference_mhz) if reference_mhz else 0.0 for mhz in clocks_mhz]
-        if lost[-1]:
-            found.append(ThrottledGpu(gpu, reference_mhz, not free_mhz, tuple(lost)))
+        slower = [1 - (one.sm_clock_mhz or reference_mhz) / reference_mhz if reference_mhz else 0.0 for one in history]
+        if slower[-1] > 0:
+            found.append(ThrottledGpu(gpu, reference_mhz, not free_mhz, tuple(kernels_share * max(0.0, part) for part in slower)))
     return max(found, key=lambda one: one.lost[-1], default=None)
-
-
-def thermal_throttling(e: Evidence) -> Cause | None:
-    """Find a GPU whose clock is lowered by heat or power supply: T' = T - (1 - clock/reference clock)·kernels.
-
-    If the clock fell during the run, steps grew with it; growth beyond that has another cause, see `slowdown`.
-    """
-    one = throttled_gpu(e)
-    if one is None:
-        return None
-    gpu, why = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
-    if reasons := decode_throttle(SLOWING_REASONS & int(gpu.throttle_reasons)):
-        why += f" ({', '.join(reasons)})"
-    sentence = f"the clock of {gpu.name} is {gpu.sm_clock_mhz:,.0f} of {one.reference_mhz:,.0f} MHz all the time{why}"
-    if not one.since_start:
-        fastest_ms = min(epoch.step_ms for epoch in e.epochs)
-        first_s, last_s = ((e.steps_per_epoch or 1) * ms / 1e3 for ms in (fastest_ms, e.epochs[-1].step_ms))
-        sentence = (
-            f"an epoch's steps grew from {first_s:.1f} to {last_s:.1f} s while the clock of {gpu.name} fell from "
-            f"{one.reference_mhz:,.0f} to {gpu.sm_clock_mhz:,.0f} MHz{why}"
-        )
-    return Cause(
-        "thermal throttling" if one.since_start else "thermal drift",
-        sentence,
-        "cool that GPU (fans, air, power limit; nvidia-smi -q -d PERFORMANCE,TEMPERATURE), or leave it out of the cluster",
-        Effect(work_ms=fmean(last_third(one.lost)) * e.step_ms),
-    )
 
 
 class Growth(NamedTuple):
@@ -112,7 +82,7 @@ def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Se
         return None
 
     def longer_ms(phase: str) -> float:
-        return fmean(epoch.phase_ms(phase) for epoch in late) - fmean(epoch.phase_ms(phase) for epoch in fast)
+        return fmean(epoch.phases_ms.get(phase, 0.0) for epoch in late) - fmean(epoch.phases_ms.get(phase, 0.0) for epoch in fast)
 
     return Growth(
         fast_ms=median(map(of, fast)),
@@ -124,12 +94,12 @@ def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Se
 
 def computing_ms(epoch: EpochUse) -> float:
     """Return a step's time without waits for images, which hide growth of its computing if the loader or copy is slower."""
-    return epoch.step_ms - data_ms(epoch) - (epoch.phase_ms("h2d") if epoch.gpus else 0.0)
+    return epoch.step_ms - data_ms(epoch) - (epoch.phases_ms.get("h2d", 0.0) if epoch.gpus else 0.0)
 
 
 def data_ms(epoch: EpochUse) -> float:
     """Return a step's wait for images, which on later pipeline stages is the wait for the first stage."""
-    return epoch.phase_ms("data") + epoch.phase_ms(RECEIVE)
+    return epoch.phases_ms.get("data", 0.0) + epoch.phases_ms.get(RECEIVE, 0.0)
 
 
 def as_in_last_third(e: Evidence) -> Evidence:
@@ -156,26 +126,43 @@ def as_in_last_third(e: Evidence) -> Evidence:
     return replace(e, ranks=tuple(map(grown, e.ranks)), clock=clock)
 
 
-def slowdown(e: Evidence) -> Cause | None:
-    """Find steps whose computing or wait for images grew during the run by more than the clocks explain: T' = T - growth.
+def slower_over_time(e: Evidence) -> Iterator[Cause]:
+    """Yield a GPU whose clock is lowered by heat or power supply, and steps that grew by more than the clocks explain.
 
-    The experiment cannot fix this, so the change says what to look at.
+    A lower clock costs (1 - clock/reference clock)·kernels of a step. The experiment cannot fix other growth of its computing
+    or its wait for images, so the change says what to look at.
     """
-    one = throttled_gpu(e)
-    lost = one.lost if one is not None and not one.since_start else ()
+    steps, one = e.steps_per_epoch or 1, throttled_gpu(e)
+    lost: tuple[float, ...] = ()
+    if one is not None:
+        gpu, lost = one.gpu, () if one.since_start else one.lost
+        why = f" at {gpu.temperature_c:.0f} °C" if gpu.temperature_c else ""
+        if reasons := decode_throttle(SLOWING_REASONS & int(gpu.throttle_reasons)):
+            why += f" ({', '.join(reasons)})"
+        sentence = f"the clock of {gpu.name} is {gpu.sm_clock_mhz:,.0f} of {one.reference_mhz:,.0f} MHz all the time{why}"
+        if not one.since_start:
+            first_s, last_s = (steps * ms / 1e3 for ms in (min(epoch.step_ms for epoch in e.epochs), e.epochs[-1].step_ms))
+            sentence = (
+                f"an epoch's steps grew from {first_s:.1f} to {last_s:.1f} s while the clock of {gpu.name} fell from "
+                f"{one.reference_mhz:,.0f} to {gpu.sm_clock_mhz:,.0f} MHz{why}"
+            )
+        yield Cause(
+            "thermal throttling" if one.since_start else "thermal drift",
+            sentence,
+            "cool that GPU (fans, air, power limit; nvidia-smi -q -d PERFORMANCE,TEMPERATURE), or leave it out of the cluster",
+            Effect(work_ms=fmean(last_third(one.lost)) * e.step_ms),
+        )
     computing, loading = growth(e.epochs, computing_ms, lost), growth(e.epochs, data_ms)
-    grown, steps = computing or loading, e.steps_per_epoch or 1
-    if grown is None:
-        return None
-    part_ms = grown.more_ms / fmean(epoch.step_ms for epoch in last_third(e.epochs)) * e.step_ms
-    clocks = f"; lower clocks cost {100 * lost[-1]:.0f}% of a step, the rest has another cause" if lost else ""
-    where = "who else uses these GPUs (nvidia-smi)" if e.on_gpu else "who else uses these cores (top)"
-    return Cause(
-        "slowdown",
-        f"what an epoch's steps {'compute' if computing else 'wait for images'} grew from {grown.fast_ms * steps / 1e3:.1f} to "
-        f"{grown.late_ms * steps / 1e3:.1f} s{f', most of it in {grown.phase}' if grown.phase else ''}{clocks}: perhaps another "
-        "job on the node; no record shows which",
-        f"check {where if computing else 'the disk, the network and the cores that the loader shares'} while it lasts, then "
-        "measure again",
-        Effect(work_ms=part_ms) if computing else Effect(supply_ms=part_ms, beyond_ms=part_ms),
-    )
+    if grown := computing or loading:
+        part_ms = grown.more_ms / fmean(epoch.step_ms for epoch in last_third(e.epochs)) * e.step_ms
+        clocks = f"; lower clocks cost {100 * lost[-1]:.0f}% of a step, the rest has another cause" if lost else ""
+        where = "who else uses these GPUs (nvidia-smi)" if e.on_gpu else "who else uses these cores (top)"
+        yield Cause(
+            "slowdown",
+            f"what an epoch's steps {'compute' if computing else 'wait for images'} grew from {grown.fast_ms * steps / 1e3:.1f} "
+            f"to {grown.late_ms * steps / 1e3:.1f} s{f', most of it in {grown.phase}' if grown.phase else ''}{clocks}: perhaps "
+            "another job on the node; no record shows which",
+            f"check {where if computing else 'the disk, the network and the cores that the loader shares'} while it lasts, then "
+            "measure again",
+            Effect(work_ms=part_ms) if computing else Effect(supply_ms=part_ms, beyond_ms=part_ms),
+        )

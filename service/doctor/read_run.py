@@ -1,7 +1,7 @@
 """Reads evidence from a run directory's records."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from statistics import fmean, median_low
 from typing import Any
@@ -10,7 +10,6 @@ from service.config.experiment import Resolved
 from service.config.schema import Experiment
 from service.doctor.evidence import Evidence
 from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
-from service.runs.outcome import Outcome
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_log import RunLog, read_log
 from service.runs.stored.stored_runs import display_name, shell_name
@@ -36,7 +35,7 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Rec
 
     Raises ExperimentError: no step has been timed yet.
     """
-    log = read_log(run_dir)
+    log, parts = read_log(run_dir), [*result.rows, *result.stages]
     if result.kind == "sweep":
         rows = [row for row in result.rows if row.status == "ok" and "phase/step_ms" in row.metrics]
         best = result.best.id if result.best else None
@@ -45,19 +44,11 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Rec
         names = reversed(resolved.experiment.stage_names)
         cases = [case for name in names if (case := _stage(resolved.experiment, log, result, name))][:1]
     if not cases:
-        raise ExperimentError(_nothing_timed(run_dir, result))
+        ended = any(part.status not in ("running", "pending", "untested") for part in parts)
+        reason = next((f" ({part.status}: {part.reason})" for part in parts if part.reason), "")
+        problem = f"no step was timed{reason};" if ended else "no step has been timed yet: wait for the first one, or"
+        raise ExperimentError(f"{display_name(run_dir.root)}: {problem} see distill report {shell_name(run_dir.root)}")
     return cases
-
-
-def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
-    """Explain why no step was timed: no trial or stage has ended yet, or the first reason of one that has."""
-    run = display_name(run_dir.root)
-    parts: Sequence[Outcome] = result.rows if result.kind == "sweep" else result.stages
-    ended = [part for part in parts if part.status not in ("running", "pending", "untested")]
-    if not ended:
-        return f"{run}: no step has been timed yet: wait for the first one, or see distill report {shell_name(run_dir.root)}"
-    reason = next((f" ({part.status}: {part.reason})" for part in ended if part.reason), "")
-    return f"{run}: no step was timed{reason}; see distill report {shell_name(run_dir.root)}"
 
 
 def _trial(resolved: Resolved, log: RunLog, row: TrialRow) -> Recording:
@@ -69,16 +60,13 @@ def _trial(resolved: Resolved, log: RunLog, row: TrialRow) -> Recording:
 
 
 def _stage(experiment: Experiment, log: RunLog, result: RunResult, name: str) -> Recording | None:
-    """Read a stage, from its last logged step if it is not complete. Returns None if no step has been timed."""
+    """Read a stage from its summary, or its last logged step if it is not complete. Returns None if no step has been timed."""
     lines = log.of_stage(name, *NUMBERS)
-    summary = next((line for line in lines if line["kind"] == "summary"), None)
-    newest_first = [strip_prefixes(line["metrics"]) for line in reversed(lines)]
-    timed = next((metrics for metrics in newest_first if "phase/step_ms" in metrics), {})
-    metrics = (summary["metrics"] if summary is not None else {}) or timed
-    if "phase/step_ms" not in metrics:
+    timed = next((line for line in reversed(lines) if "phase/step_ms" in strip_prefixes(line["metrics"])), None)
+    if timed is None:
         return None
     loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
-    evidence = evidence_of(experiment, metrics, lines, loader_workers, summary.get("precision") if summary is not None else None)
+    evidence = evidence_of(experiment, strip_prefixes(timed["metrics"]), lines, loader_workers, timed.get("precision"))
     return Recording(f"the {name}", evidence if name.startswith("student") else replace(evidence, teacher_actors=None))
 
 
@@ -109,7 +97,7 @@ def evidence_of(
         loader_workers=loader_workers if isinstance(loader_workers, int) else 1,
         accumulate=experiment.optim.accumulate,
         precision=precision or experiment.precision,
-        exposed_ms=metrics.get("phase/allreduce_ms"),
+        exposed_ms=metrics.get("phase/allreduce_ms", 0.0),
         decodes_on_device=experiment.data.decodes_on_device,
         prefetch_batches=experiment.data.prefetch_batches,
         loader=loader_costs(metrics),
@@ -126,7 +114,6 @@ def evidence_of(
         train_images=int(samples) if samples else None,
         num_epochs=int(start["epochs"]) if "epochs" in start else None,
         evaluate_every=experiment.train.evaluate_every,
-        has_ended="steps" in metrics,  # only a summary has it
         compile=experiment.train.compile,
         clock=Clock(**recorded(Clock, metrics, "")) if epochs else Clock(),
         val_images=evaluated[-1] if evaluated else 0.0,
@@ -143,9 +130,7 @@ def loader_costs(metrics: Metrics) -> LoaderCosts:
     The recorded costs are means over ranks. All ranks load similar images, so extra time of a slower rank's loader is waiting.
     """
     known = recorded(LoaderCosts, metrics, "loader/")
-    if len(known) < len(fields(LoaderCosts)):
-        return LoaderCosts()
-    costs = LoaderCosts(**known)
+    costs = LoaderCosts(**known) if len(known) == len(fields(LoaderCosts)) else LoaderCosts()
     batches_ms = _numbered(metrics, r"rank(\d+)/loader_batch_ms").values()
     if not any(batches_ms):
         return costs
@@ -169,13 +154,11 @@ def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
     """Return each rank's times, or the means for every rank if they are not recorded."""
     # Phases without a record took no time; fields with a default may be unknown.
     phases = {field.name: 0.0 for field in fields(RankTimes) if field.default is MISSING}
-    if "rank0/step_ms" in metrics:
-        prefixes = [f"rank{rank}/" for rank in range(num_workers)]
-        return tuple(
-            RankTimes(**phases | recorded(RankTimes, metrics, prefix)) for prefix in prefixes if f"{prefix}step_ms" in metrics
-        )
     means = {name.replace("loader/", "phase/loader_"): ms for name, ms in metrics.items()}
-    return (RankTimes(**phases | recorded(RankTimes, means, "phase/")),) * num_workers
+    if "rank0/step_ms" not in metrics:
+        return (RankTimes(**phases | recorded(RankTimes, means, "phase/")),) * num_workers
+    known = [rank for rank in range(num_workers) if f"rank{rank}/step_ms" in metrics]
+    return tuple(RankTimes(**phases | recorded(RankTimes, metrics, f"rank{rank}/")) for rank in known)
 
 
 def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:

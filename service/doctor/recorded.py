@@ -1,4 +1,4 @@
-"""Numbers from a run's records, with the same names. A number that is not recorded is None."""
+"""Numbers from a run's records, with the same names. A number that is not recorded is None, or 0 where that says the same."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ class RankTimes:
     backward_ms: float  # including waits for the all-reduce and for other ranks
     optimizer_ms: float
     step_ms: float
-    allreduce_wait_ms: float | None = None  # from this rank's last gradient to the end of the last all-reduce
-    waits_for_ranks_ms: float | None = None  # the part beyond the wait of the rank that waits least in the same step
-    allreduce_wait_error_ms: float | None = None  # standard error of the mean
+    allreduce_wait_ms: float = 0.0  # from this rank's last gradient to the end of the last all-reduce
+    waits_for_ranks_ms: float = 0.0  # the part beyond the wait of the rank that waits least in the same step
+    allreduce_wait_error_ms: float = 0.0  # standard error of the mean
     loader_batch_ms: float | None = None  # how long this rank's loader threads are busy with a batch
     loader_wait_ms: float | None = None  # the part of the data phase that waits for them; the rest is work of the step's thread
     receive_ms: float = 0.0  # wait of a later pipeline stage for the first stage's next batch
@@ -75,9 +75,9 @@ class GpuUse:
 
     name: str  # node0/gpu1
     util_pct: float | None = None
-    temperature_c: float | None = None
-    sm_clock_mhz: float | None = None
-    sm_clock_limit_mhz: float | None = None  # the highest clock of this kind of GPU
+    temperature_c: float = 0.0
+    sm_clock_mhz: float = 0.0
+    sm_clock_limit_mhz: float = 0.0  # the highest clock of this kind of GPU
     throttle_reasons: float = 0.0  # all bits set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`
     throttled_pct: float | None = None  # share of the time in which heat or power supply lowered the clock
 
@@ -86,9 +86,9 @@ class GpuUse:
 class NodeUse:
     """Means of one node over a run."""
 
-    cpu_pct: float | None = None
-    swap_in_mib_per_s: float | None = None
-    cpu_cores: float | None = None
+    cpu_pct: float = 0.0
+    swap_in_mib_per_s: float = 0.0
+    cpu_cores: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,6 @@ class EpochUse:
     eval_s: float
     gpus: tuple[GpuUse, ...] = ()
     phases_ms: Mapping[str, float] = field(default_factory=dict)  # means of its steps
-
-    def phase_ms(self, phase: str) -> float:
-        return self.phases_ms.get(phase, 0.0)
 
 
 @dataclass(frozen=True)

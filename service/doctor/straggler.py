@@ -42,7 +42,7 @@ def _late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | 
     worst, next_slow = order[-1], fast[-1]
     more_ms = own_ms[worst] - own_ms[next_slow]
     # One rank waits while the other is late, so their errors are correlated and add up.
-    if more_ms < MIN_STANDARD_ERRORS * sum(e.ranks[rank].allreduce_wait_error_ms or 0.0 for rank in (worst, next_slow)):
+    if more_ms < MIN_STANDARD_ERRORS * sum(e.ranks[rank].allreduce_wait_error_ms for rank in (worst, next_slow)):
         return None
     phase, effect = "data", Effect(supply_ms=more_ms)
     change = "check that node's disk and free cores: its loader is late"
@@ -50,32 +50,23 @@ def _late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | 
         phase, effect = _slow_phase(e, e.ranks[worst], [e.ranks[rank] for rank in fast]), Effect(work_ms=more_ms)
         change = "check for other jobs, clocks and heat on that node (distill report shows its telemetry), or leave it out"
     others = "all others" if 2 * len(slow) <= e.num_workers else f"{len(fast)} of {e.num_workers} ranks"
+    nodes = sorted({e.rank_nodes[rank] for rank in slow}) if len(e.rank_nodes) == e.num_workers else []
+    names = ", ".join(map(str, slow)) + (f" (node{', node'.join(map(str, nodes))})" if nodes else "")
     return Cause(
         "straggler",
-        f"{_names(e, slow)} {'is' if len(slow) == 1 else 'are'} slow and {others} wait: {own_ms[worst]:.1f} ms of own work per "
-        f"step, the others at most {own_ms[next_slow]:.1f}; most of the difference is in {phase}",
+        f"{f'rank {names} is' if len(slow) == 1 else f'ranks {names} are'} slow and {others} wait: {own_ms[worst]:.1f} ms of own "
+        f"work per step, the others at most {own_ms[next_slow]:.1f}; most of the difference is in {phase}",
         change,
         effect,
     )
 
 
-def _names(e: Evidence, ranks: Sequence[int]) -> str:
-    """Name ranks with their nodes; the nodes come first if all of their ranks are included."""
-    nodes = sorted({node for rank in ranks if (node := e.node_of(rank)) is not None})
-    on_nodes = [rank for rank in range(e.num_workers) if e.node_of(rank) in nodes]
-    numbers = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-    names = f"node{', node'.join(map(str, nodes))}"
-    if len(e.nodes) > 1 and nodes and list(ranks) == on_nodes:
-        return f"{names} ({numbers})"
-    return f"{numbers} ({names})" if nodes else numbers
-
-
 def _slow_phase(e: Evidence, rank: RankTimes, others: Sequence[RankTimes]) -> str:
     """Return the phase in which a rank exceeds the median of the others most."""
-    own = {"student": e.own_student_ms, "backward": e.own_backward_ms}
 
-    def more_ms(phase: str) -> float:
-        took = own.get(phase, lambda one: float(getattr(one, f"{phase}_ms")))
-        return took(rank) - median_low(map(took, others))
+    def took_ms(one: RankTimes) -> dict[str, float]:
+        own = {phase: getattr(one, f"{phase}_ms") for phase in PHASES if phase != "data"}
+        return own | {"student": e.own_student_ms(one), "backward": e.own_backward_ms(one)}
 
-    return max((phase for phase in PHASES if phase != "data"), key=more_ms)
+    slow, fast = took_ms(rank), list(map(took_ms, others))
+    return max(slow, key=lambda phase: slow[phase] - median_low(one[phase] for one in fast))

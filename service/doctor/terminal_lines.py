@@ -15,12 +15,11 @@ HEALTHY = f"nothing to gain over {MIN_GAIN_PCT:g}%"
 
 def case_lines(cases: Sequence[Recording]) -> list[str]:
     """Return lines about a run, or about a sweep's best trial and why others are slower. The main finding comes first."""
-    e, found, text = cases[0].evidence, findings(cases[0].evidence), list[str]()
+    e, text = cases[0].evidence, list[str]()
+    found = findings(e)
     for number, finding in enumerate(found, start=1):
-        text += [
-            f"{number}. {finding_line(finding)}" if len(found) > 1 else finding_line(finding),
-            f"   change: {finding.change}",
-        ]
+        prefix = f"{number}. " if len(found) > 1 else ""
+        text += [f"{prefix}{finding_line(finding)}", f"   change: {finding.change}"]
     if not found:
         share_pct = 100 * e.compute_ms / e.step_ms if e.step_ms else 0.0
         text = [f"{HEALTHY}: compute-bound, the models' own work is {share_pct:.0f}% of a step"]
@@ -80,7 +79,6 @@ def others(best: Evidence, cases: Sequence[Recording]) -> list[str]:
 
 def per_image_ms(e: Evidence) -> dict[str, float]:
     """Return the milliseconds per image of a typical step and its parts."""
-    waits_ms = e.exposed_ms or 0.0
-    parts = {part: getattr(e.typical, f"{part}_ms") for part in (*ALL_PHASES, "step")} | {"the all-reduce": waits_ms}
-    parts["backward"] -= waits_ms
+    parts = {part: getattr(e.typical, f"{part}_ms") for part in (*ALL_PHASES, "step")} | {"the all-reduce": e.exposed_ms}
+    parts["backward"] -= e.exposed_ms
     return {part: ms / e.global_batch for part, ms in parts.items()}

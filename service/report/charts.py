@@ -14,8 +14,8 @@ import pandas as pd
 from plotly import express
 from plotly.graph_objects import Figure as Plot
 
-from service.report.labels import DIGITS, number
 from service.report.table import Table
+from service.report.tables import table_of
 from trainables.metrics.phases import ALL_PHASES
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8F98"
@@ -28,31 +28,18 @@ PHASE_COLORS = dict(zip(ALL_PHASES, (VERMILION, "#F0E442", SKY, BLUE, GREEN, PUR
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: the plot, a description for readers who cannot see it, and the numbers."""
+    """A plot with a caption that says how to read it, and its numbers, for readers who cannot see it."""
 
     id: str
     title: str
-    caption: str  # what it shows, and how to read it
+    caption: str
     plot: Plot
-    numbers: Table
-    height: int
+    frame: pd.DataFrame
+    height: int = 380
 
-
-def figure(id: str, title: str, caption: str, plot: Plot, frame: pd.DataFrame, height: int = 380) -> Figure:
-    """Build a figure; `frame` has the numbers for its table."""
-    return Figure(id, title, caption, plot, table_of(frame, f"Numbers of: {title}"), height)
-
-
-def table_of(frame: pd.DataFrame, title: str) -> Table:
-    """Format a frame as a table; missing values are dashes."""
-
-    def cell(name: str, value: Any) -> str:
-        return str(value) if isinstance(value, str | int) else number(value, DIGITS.get(name, 2))
-
-    heads = list(map(str, frame.columns))
-    columns = [[cell(name, value) for value in frame[name].tolist()] for name in heads]
-    left = [name for name in heads if frame[name].map(type).isin([str]).any()]
-    return Table(title, heads, list(zip(*columns, strict=True)), left=left)
+    @property
+    def numbers(self) -> Table:
+        return table_of(self.frame, f"Numbers of: {self.title}")
 
 
 def escaped(value: Any) -> Any:

@@ -1,9 +1,8 @@
 """Compare two sweeps (or runs): the best of each, the speed at all common points, and other differences."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -11,11 +10,12 @@ from plotly import express
 
 from service.config.space import SCALE_AXES
 from service.report import labels as names
-from service.report.charts import BLUE, GREEN, GREY, VERMILION, Figure, draw, figure, reference_line, table_of
+from service.report.charts import BLUE, GREEN, GREY, VERMILION, Figure, draw, reference_line
 from service.report.document import Page
-from service.report.records import Records, Row, axes, ran
+from service.report.records import Records, axes, ran, searched_keys, step_error
 from service.report.statistics import LEVEL, holm, paired_t_test
 from service.report.table import Table
+from service.report.tables import table_of
 from service.report.winner import won
 from service.search.rows import probes
 
@@ -29,55 +29,47 @@ class Comparison:
 
     a: Records
     b: Records
-    keys: list[str]  # axes that identify a point
     points: pd.DataFrame
-    """A row per common point: its `keys`, speeds and accuracies, the ratio `B ÷ A`, its standard error `±`, and a `verdict`."""
-    differences: Table | None  # between the experiments
+    """A row per common point: its axes, speeds and accuracies, the ratio `B ÷ A`, its standard error `±`, and a `verdict`."""
+
+    @property
+    def differences(self) -> Table | None:
+        """The keys whose values differ between the experiments, without those that both searched."""
+        own = [records.experiment for records in (self.a, self.b)]
+        both = [
+            key
+            for key in searched_keys(self.a.rows)
+            if all(any(key in row.params for row in one.rows) for one in (self.a, self.b))
+        ]
+        keys = [key for key in {**own[0], **own[1]} if key != "name" and key not in both]
+        changed = [[key, *(str(one.get(key)) for one in own)] for key in keys if own[0].get(key) != own[1].get(key)]
+        columns = ["key", "A", "B"]
+        return Table("differences between the experiments", columns, changed, left=columns) if changed else None
 
 
 def compare(a: Records, b: Records) -> Comparison:
     """Match the points of two runs; a key that a run did not search has the value of its experiment."""
-    searched = list(dict.fromkeys([*SCALE_AXES, *(key for records in (a, b) for row in records.rows for key in row.params)]))
-    points_a, points_b = (points_of(records, searched) for records in (a, b))
-    common = [(*points_a[name], points_b[name][1]) for name in points_a if name in points_b]
-    keys = [key for key in searched if key in SCALE_AXES or len({repr(point[key]) for point, _, _ in common}) > 1]
-    shown = ["images_per_s", *(["top1_pct"] if any("top1_pct" in row.metrics for _, *pair in common for row in pair) else [])]
+    keys, unit = searched_keys([*a.rows, *b.rows]), a.result.unit
+    both = measured(a, keys, "A").merge(measured(b, keys, "B"), on=keys)
+    if both.empty:
+        return Comparison(a, b, pd.DataFrame())
+    keys = [key for key in keys if key in SCALE_AXES or both[key].nunique() > 1]
+    ratio, error = both["B images/s"] / both["A images/s"], (both["A error"] ** 2 + both["B error"] ** 2) ** 0.5
+    shown = both[[*keys, "A images/s", "A top-1 %", "B images/s", "B top-1 %"]].dropna(axis="columns", how="all")
+    points = shown.rename(columns={key: names.axis(key, unit) for key in keys})
+    points = points.assign(**{RATIO: ratio, "±": error * ratio, "verdict": verdicts(ratio, error)})
+    points.index = pd.Index(", ".join(names.at(key, one[key], unit) for key in keys) for _, one in both.iterrows())
+    return Comparison(a, b, points)
+
+
+def measured(records: Records, keys: Sequence[str], side: str) -> pd.DataFrame:
+    """Return a row per measured point: its values as text, speed, accuracy, and the relative standard error of the speed."""
     found = []
-    for point, one, other in common:
-        ratio = other.metrics["images_per_s"] / one.metrics["images_per_s"]
-        error = math.hypot(*(np.nan if row.error is None else row.error for row in (one, other)))
-        found.append(
-            {names.axis(key, a.result.unit): str(point[key]) for key in keys}
-            | {
-                f"{side} {names.label(key).head}": row.metrics.get(key)
-                for side, row in zip("AB", (one, other), strict=True)
-                for key in shown
-            }
-            | {RATIO: ratio, "±": error * ratio}
-        )
-    points = pd.DataFrame(found)
-    if found:
-        points["verdict"] = verdicts(points[RATIO], points["±"] / points[RATIO])
-        points.index = pd.Index(", ".join(names.at(key, point[key], a.result.unit) for key in keys) for point, _, _ in common)
-    both = {key for key in searched if all(any(key in row.params for row in records.rows) for records in (a, b))}
-    changed = [
-        [key, str(a.experiment.get(key)), str(b.experiment.get(key))]
-        for key in dict.fromkeys([*a.experiment, *b.experiment])
-        if key != "name" and key not in both and a.experiment.get(key) != b.experiment.get(key)
-    ]
-    columns = ["key", "A", "B"]
-    differences = Table("differences between the experiments", columns, changed, left=columns) if changed else None
-    return Comparison(a, b, keys, points, differences)
-
-
-def points_of(records: Records, keys: list[str]) -> dict[tuple[str, ...], tuple[dict[str, Any], Row]]:
-    """Return each measured point and its row, by the `repr` of its values, since 1 == True."""
-    found = {}
     for row in ran(probes(records.rows)):
         known = {**records.experiment, **row.params, **row.scale.by_key}
-        point = {key: known.get(key) for key in keys}
-        found[tuple(map(repr, point.values()))] = point, row
-    return found
+        numbers = (row.metrics["images_per_s"], row.metrics.get("top1_pct"), step_error(row) or np.nan)
+        found.append([*(str(known.get(key)) for key in keys), *numbers])
+    return pd.DataFrame(found, columns=[*keys, f"{side} images/s", f"{side} top-1 %", f"{side} error"])
 
 
 def verdicts(ratios: pd.Series, errors: pd.Series) -> pd.Series:
@@ -99,27 +91,28 @@ def overall(ratios: pd.Series) -> tuple[float, float, float] | None:
     test = paired_t_test(np.log(ratios).tolist())
     if test is None:
         return None
-    return math.exp(test.mean), math.exp(test.mean - test.half_width), math.exp(test.mean + test.half_width)
+    mean, half_width, _ = test
+    return math.exp(mean), math.exp(mean - half_width), math.exp(mean + half_width)
 
 
 def lead(comparison: Comparison) -> list[str]:
     """Summarize the comparison in sentences."""
-    sentences, speeds = [], []
+    sentences, speeds, points = [], [], comparison.points
     for side, records in (("A", comparison.a), ("B", comparison.b)):
-        best, keys = records.best, axes(records.rows)
-        summary = won(best, records.result.unit, keys, "images_per_s") if best else "no trial is complete."
+        best = records.best
+        summary = won(best, records.result.unit, axes(records.rows), "images_per_s") if best else "no trial is complete."
         sentences.append(f"{side}, {records.result.name}: {summary}")
         speeds += [best.metrics["images_per_s"]] if best and "images_per_s" in best.metrics else []
     if len(speeds) == 2:
-        sentences.append(f"B's best is {times(speeds[1] / speeds[0])} A's best.")
-    points = comparison.points
+        sentences.append(f"B's best is {speeds[1] / speeds[0]:.3f} times as fast as A's best.")
     if points.empty:
         return [*sentences, "A and B have no point in common."]
     counted = names.counted(len(points), "common point")
+    count = points["verdict"].value_counts().reindex(list(COLORS), fill_value=0)
     if whole := overall(points[RATIO]):
         mean, low, high = whole
-        sentences.append(f"Over {counted} B is {times(mean)} A (geometric mean; 95% between {low:.3f} and {high:.3f}).")
-    count = points["verdict"].value_counts().reindex(list(COLORS), fill_value=0)
+        bounds = f"geometric mean; 95% between {low:.3f} and {high:.3f}"
+        sentences.append(f"Over {counted} B is {mean:.3f} times as fast as A ({bounds}).")
     unknown = count["spread unknown"]
     if unknown < len(points):
         sentences += [
@@ -130,16 +123,10 @@ def lead(comparison: Comparison) -> list[str]:
     return [*sentences, *([f"For {unknown} of {counted}, the spread of the step times is unknown."] if unknown else [])]
 
 
-def times(ratio: float) -> str:
-    return f"{ratio:.3f} times as fast as"
-
-
 def common_points(comparison: Comparison) -> Table | None:
     """Tabulate speed and accuracy of both at each common point."""
-    if comparison.points.empty:
-        return None
-    table = table_of(comparison.points, "common points")
-    return replace(table, left=["verdict"], optional=("±", "A top-1 %", "B top-1 %"))
+    optional = ("±", "A top-1 %", "B top-1 %")
+    return None if comparison.points.empty else table_of(comparison.points, "common points", optional=optional)
 
 
 def ratios(comparison: Comparison) -> Figure | None:
@@ -152,7 +139,7 @@ def ratios(comparison: Comparison) -> Figure | None:
     plot = draw(express.scatter, found, rank, RATIO, "verdict", list(COLORS), COLORS, ["point"], zero=False, error_y="bound")
     reference_line(plot, 1, "as fast")
     caption = "Above 1, B is faster; bars are 95% bounds from the spread of the step times."
-    return figure("ratios", "Speed of B over A", caption, plot, found[["point", RATIO, "verdict"]])
+    return Figure("ratios", "Speed of B over A", caption, plot, found[["point", RATIO, "verdict"]])
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str | Table]:

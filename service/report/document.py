@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader, Template
 from plotly.utils import PlotlyJSONEncoder
 
 from service.report.charts import Figure
@@ -22,17 +22,18 @@ from service.report.table import Table
 from trainables.errors import ExperimentError
 from trainables.rundir import write_text
 
+Sections = dict[str, Sequence[Table | Figure | None]]
+"""Titles to tables and figures; empty ones are not shown."""
+
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a page. `sections` maps titles to tables and figures; empty ones are not shown."""
-
     kind: str
     title: str
     status: str = ""
     lead: Sequence[str] = ()
     notes: Sequence[str] = ()
-    sections: Mapping[str, Sequence[Table | Figure | None]] = field(default_factory=dict)
+    sections: Sections = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     foot: str = ""
@@ -48,29 +49,15 @@ def write(page: Page, path: Path) -> None:
 
 
 def render(page: Page) -> str:
-    sections = [
-        (title, [part for part in parts if isinstance(part, Table)], [part for part in parts if isinstance(part, Figure)])
-        for title, parts in page.sections.items()
-    ]
-    figures = [drawn(figure) for _, _, each in sections for figure in each]
-    return str(
-        _template().render(
-            page=page,
-            sections=sections,
-            nonce=secrets.token_urlsafe(16),
-            style=_asset("page.css"),
-            script=_asset("page.js"),
-            drawn=packed(json.dumps(figures).encode()) if figures else "",
-            library=plotly() if figures else "",
-        )
-    )
+    figures = [drawn(part) for parts in page.sections.values() for part in parts if isinstance(part, Figure)]
+    content, library = (packed(json.dumps(figures).encode()), plotly()) if figures else ("", "")
+    return str(_template().render(page=page, nonce=secrets.token_urlsafe(16), drawn=content, library=library))
 
 
-def drawn(figure: Figure) -> dict[str, Any]:
+def drawn(figure: Figure) -> Any:
     """Return the input of plotly.js: arrays as lists, null for non-finite numbers."""
     content = {"id": figure.id, "traces": [each.to_plotly_json() for each in figure.plot.data], "layout": figure.plot.layout}
-    found: dict[str, Any] = json.loads(json.dumps(content, cls=PlotlyJSONEncoder))
-    return found
+    return json.loads(json.dumps(content, cls=PlotlyJSONEncoder))
 
 
 def packed(content: bytes) -> str:
@@ -84,10 +71,6 @@ def plotly() -> str:
     return packed(resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes())
 
 
-def _asset(name: str) -> str:
-    return resources.files("service.report").joinpath(name).read_text(encoding="utf-8")
-
-
 @functools.cache
-def _template() -> Any:
-    return Environment(autoescape=True).from_string(_asset("page.html"))
+def _template() -> Template:
+    return Environment(autoescape=True, loader=PackageLoader("service", "report")).get_template("page.html")

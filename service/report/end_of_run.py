@@ -19,7 +19,7 @@ __all__ = ["tables", "verdict", "write_page_at_end"]
 def tables(result: RunResult) -> Sequence[RenderableType]:
     """Return the first part of `distill report`, and for a single run the phase times of the student."""
     phases = phase_table(result.stages[-1].metrics, "a step of the student") if result.kind == "train" else None
-    return [*summary(result), *([phases] if phases is not None else [])]
+    return [*summary(result), *([phases] if phases else [])]
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
-from service.report.records import Row, value
+from service.report.records import value
+from service.runs.result import TrialRow
 from trainables.metrics.phases import ALL_PHASES
 
 AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
@@ -48,9 +49,9 @@ METRICS = {
     "steps": MetricLabel("steps", 0),
 }
 DIGITS = {f"{side}{label.head}": label.digits for side in ("", "A ", "B ") for label in METRICS.values()} | {
-    **dict.fromkeys(("± images/s", "lowest mean", "mean", "highest mean", "peak"), 1),
+    **dict.fromkeys(("± images/s", "duration s", "share %", "lowest mean", "mean", "highest mean", "peak"), 1),
     **dict.fromkeys(("training", "validation"), 4),
-    **dict.fromkeys(("B ÷ A", "±"), 3),
+    **dict.fromkeys(("B ÷ A", "±", "p"), 3),
     "% of ideal": 0,
 }
 """Digits of a column of numbers by its heading; others have 2."""
@@ -106,7 +107,7 @@ def at(key: str, value: Any, unit: str) -> str:
     return f"batch {value}" if key == GLOBAL_BATCH else f"{key} {value}"
 
 
-def point(row: Row, unit: str, extras: Sequence[str]) -> str:
+def point(row: TrialRow, unit: str, extras: Sequence[str]) -> str:
     """Format a trial's point: 2 GPUs × batch 512 × 4 loader workers, precision bf16."""
     scale = " × ".join(at(key, value(row, key), unit) for key in SCALE_AXES)
     return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE_AXES)])

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from service.config.schema import Experiment
 from service.report.table import Table
+from service.report.tables import table_of
 from service.runs.dry_run import num_classes_of
 from trainables.config import TrainConfig
 from trainables.device.tensor_format import tensor_format
@@ -65,18 +67,17 @@ def split_parts(config: TrainConfig) -> Iterator[Table | str]:
 def block_table(title: str, blocks: Sequence[Block], starts: Sequence[int]) -> Table:
     """Tabulate the blocks. Times and activations are per micro-batch."""
     rows = [
-        [
-            str(sum(start <= index for start in starts) - 1),
-            block.begins_at or "(images)",
-            f"{block.parameter_bytes / MIB:.2f}",
-            f"{1e3 * block.forward_s:.2f}",
-            f"{1e3 * block.backward_s:.2f}",
-            f"{block.activation_bytes / MIB:.2f}",
-        ]
+        {
+            "stage": sum(start <= index for start in starts) - 1,
+            "block begins at": block.begins_at or "(images)",
+            "parameters MiB": block.parameter_bytes / MIB,
+            "forward ms": 1e3 * block.forward_s,
+            "backward ms": 1e3 * block.backward_s,
+            "activations MiB": block.activation_bytes / MIB,
+        }
         for index, block in enumerate(blocks)
     ]
-    columns = ("stage", "block begins at", "parameters MiB", "forward ms", "backward ms", "activations MiB")
-    return Table(title, columns, rows, left=["block begins at"])
+    return table_of(pd.DataFrame(rows), title)
 
 
 def points_table(model: str, image_size: int, num_classes: int, show_all: bool) -> Table:

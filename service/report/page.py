@@ -1,7 +1,5 @@
 """`report.html`: one page of a run directory, finished or not."""
 
-from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -11,21 +9,21 @@ import pandas as pd
 from service.config.space import GLOBAL_BATCH
 from service.report import document, figures, seeds, tables, timeline, winner
 from service.report import labels as names
-from service.report import wall_time as wall
 from service.report.charts import MAX_SERIES, Figure
-from service.report.document import Page
-from service.report.figures import BY_SPEED
-from service.report.records import Records, Row, axes, hang_lines, ran, teacher_lines
-from service.runs.outcome import Outcome
+from service.report.document import Page, Sections
+from service.report.records import Records, axes, by_speed, hang_lines, ran, teacher_lines
+from service.runs.result import RunResult, TrialRow
 from service.search.rows import probes
 
 RELOAD_S = 5
 FACTS = (
-    *("images_per_s", "epoch_s", "epoch_wall_s", "step_s", "data_pct", "top1_pct", "best_top1_pct", "linear_top1_pct", "cka"),
-    *("cosine", "peak_memory_mib"),
+    *("images_per_s", "epoch_s", "epoch_wall_s", "step_s", "data_pct", "top1_pct", "linear_top1_pct", "cka", "cosine"),
+    "peak_memory_mib",
 )
 """The metrics in the header of the page."""
 REACHED = ("top1_pct", "cka", "steps", "images_per_s")
+BAD = ("failed", "oom", "infeasible", "stopped")
+BY_SPEED = "trial, fastest first"
 
 
 def write_page(records: Records, path: Path | None = None) -> Path:
@@ -37,94 +35,84 @@ def write_page(records: Records, path: Path | None = None) -> Path:
 
 def page_of(records: Records) -> Page:
     """Build the page of a sweep or a run; it reloads itself while the run is running."""
-    page, result = sweep_page(records) if records.is_sweep else run_page(records), records.result
+    result, best, is_sweep = records.result, records.best, records.is_sweep
     when = f"{result.started} to {result.finished or 'now'}".replace("T", " ")
-    reason = [result.reason] if result.reason else []
-    return replace(
-        page,
-        notes=[*page.notes, *teacher_lines(result), *result.notes, *hang_lines(records.log), *reason],
-        sections={**page.sections, "The experiment": [tables.settings(records)]},
+    notes = [*teacher_lines(result), *result.notes, *hang_lines(records.log), *([result.reason] if result.reason else [])]
+    if is_sweep:
+        notes = [*winner.notes(result), *notes]
+    if best and best.precision_reason:
+        notes.insert(0, f"Precision auto: {best.precision}: {best.precision_reason}.")
+    return Page(
+        kind="sweep" if is_sweep else "run",
+        title=result.name,
+        status=result.status,
+        lead=[*winner.lead(result), *seeds.seeds_sentence(result)] if is_sweep else run_lead(result),
+        notes=notes,
+        sections={
+            **(sweep_sections(records) if is_sweep else run_sections(records)),
+            "The experiment": [tables.settings(records)],
+        },
+        facts={names.label(name).head: names.metric_cell(best.metrics, name) for name in FACTS if best and name in best.metrics},
+        command=winner.command(records.run_dir, records.log, best) if is_sweep and best else "",
         foot=f"raydistill {version('raydistill')} · {records.run_dir.root} · {when} · written {datetime.now():%Y-%m-%d %H:%M:%S}",
         refresh_s=RELOAD_S if result.status == "running" else None,
     )
 
 
-def sweep_page(records: Records) -> Page:
-    """Build the page of a sweep: the winner and why it won, the trials, speed over each axis, and all other measurements."""
-    result, rows, best, unit = records.result, records.rows, records.best, records.result.unit
-    points, front = probes(rows), result.search.front if result.search else ()  # training to a target is not a point of its own
-    frame = figures.trial_frame(points, unit)
-    precision = precision_note(best) if best else []
-    return Page(
-        "sweep",
-        result.name,
-        result.status,
-        [*winner.lead(result, rows), *seeds.seeds_sentence(result)],
-        [*precision, *winner.notes(result, rows)],
-        {
-            f"{unit[0].upper()}{unit[1:]}s × batch × loader workers": [tables.heat_table(records), tables.page_trials(records)],
-            "Trials without a result": [tables.bad_trials(records)],
-            "Over seeds": [seeds.seed_table(result), seeds.seeds_figure(result)],
-            "Speed over each axis": [figures.over_axis(frame, points, best, key, unit) for key in axes(points) if best],
-            "Where the time goes": [figures.phases(frame.rename(columns={"trial": BY_SPEED}), BY_SPEED), figures.waits(frame)],
-            "Scaling and cost": [figures.efficiency(frame, best, unit) if best else None, figures.pareto(frame, unit, front)],
-            "Accuracy and latency": [figures.accuracy_latency(frame, points)],
-            "Over time": over_time(records),
-        },
-        facts_of(best.metrics) if best else {},
-        winner.command(records.run_dir, records.log, best) if best else "",
-    )
+def sweep_sections(records: Records) -> Sections:
+    """Build the trials of a sweep, their speed over each axis, and all other measurements."""
+    result, best, unit = records.result, records.best, records.result.unit
+    tried = [row for row in records.rows if row.status != "untested"]
+    bad = [row for row in records.rows if row.status in BAD]
+    points = probes(records.rows)  # training to a target is not a point of its own
+    sections: Sections = {
+        f"{unit[0].upper()}{unit[1:]}s × batch × loader workers": [
+            tables.heat_table(records),
+            tables.trial_table(result, tried, f"All {names.counted(len(tried), 'trial')}"),
+        ],
+        "Trials without a result": [tables.trial_table(result, bad, f"{names.counted(len(bad), 'trial')} and their reasons")],
+        "Over seeds": [seeds.seed_table(result), seeds.seeds_figure(result)],
+    }
+    if best and (measured := by_speed(points)):
+        frame = tables.trial_frame(result, measured)
+        ranked, keys = frame.rename(columns={"trial": BY_SPEED}), axes(points)
+        front = result.search.front if result.search else ()
+        sections |= {
+            "Speed over each axis": [figures.over_axis(frame, keys, key, unit) for key in keys],
+            "Where the time goes": [figures.phases(ranked, BY_SPEED), figures.waits(ranked, BY_SPEED)],
+            "Scaling and cost": [figures.efficiency(frame, best, unit), figures.pareto(frame, unit, front)],
+            "Accuracy and latency": [figures.accuracy_latency(frame)],
+        }
+    return {**sections, "Over time": over_time(records)}
 
 
-def run_page(records: Records) -> Page:
-    """Build the page of a single run: what it reached, and where the time went."""
-    result, histories = records.result, records.histories
-    student = next((stage for stage in result.stages if stage.stage == "student" and stage.metrics), None)
-    lead = [
+def run_lead(result: RunResult) -> list[str]:
+    """Say what each stage of a run reached, the last one first, and where a step of the student goes."""
+    sentences = [
         f"The {stage.stage} {stage.model}: {names.metrics_text(stage.metrics, REACHED) or f'{stage.status}: {stage.reason}'}."
         for stage in reversed(result.stages)
     ]
+    student = next((stage for stage in result.stages if stage.stage == "student"), None)
     if student and (shares := names.shares_text(student.metrics)):
-        lead.insert(1, f"A step of the student: {shares}.")
-    labels = list(histories)
-    return Page(
-        "run",
-        result.name,
-        result.status,
-        lead or ["No stage is complete yet."],
-        precision_note(student) if student else [],
-        {
-            "Learning": [timeline.losses(histories), timeline.accuracy(histories, labels)],
-            "Where the time goes": [
-                wall.of_run(result),
-                figures.phases(stage_frame(records), "stage"),
-                *timeline.over_steps(histories),
-                *(tables.phase_table(stage.metrics, f"A step of the {stage.stage}") for stage in result.stages),
-            ],
-            "Hardware": timeline.hardware(histories),
-        },
-        facts_of(student.metrics) if student else {},
-    )
+        sentences.insert(1, f"A step of the student: {shares}.")
+    return sentences or ["No stage is complete yet."]
 
 
-def stage_frame(records: Records) -> pd.DataFrame:
+def run_sections(records: Records) -> Sections:
+    """Build what a run learned, and where its time went."""
+    result, histories = records.result, records.histories
     batch = records.experiment[GLOBAL_BATCH]
-    return pd.DataFrame(
-        [{"stage": stage.stage, "batch": batch, **figures.phase_ms(stage.metrics)} for stage in records.result.stages]
-    )
-
-
-def precision_note(outcome: Outcome) -> list[str]:
-    """Say which precision `auto` chose, and why."""
-    return [f"Precision auto: {outcome.precision}: {outcome.precision_reason}."] if outcome.precision_reason else []
-
-
-def facts_of(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Format the metrics in FACTS for the header of the page."""
+    steps = [{"stage": stage.stage, "batch": batch, **tables.phase_ms(stage.metrics)} for stage in result.stages]
     return {
-        names.label(name).head: names.metric_cell(metrics, name)
-        for name in FACTS
-        if name in metrics and not (name == "best_top1_pct" and metrics[name] == metrics.get("top1_pct"))
+        "Learning": [timeline.losses(histories), timeline.accuracy(histories, list(histories))],
+        "Where the time goes": [
+            timeline.wall_time_of_run(result),
+            figures.phases(pd.DataFrame(steps), "stage") if steps else None,
+            timeline.waits(histories),
+            timeline.speed(histories),
+            *(tables.phase_table(stage.metrics, f"A step of the {stage.stage}") for stage in result.stages),
+        ],
+        "Hardware": timeline.hardware(histories),
     }
 
 
@@ -133,14 +121,10 @@ def over_time(records: Records) -> list[Figure | None]:
 
     If accuracies are equal or missing, the fastest trials take the place of the most accurate ones.
     """
-    best, histories, rows = records.best, records.histories, records.rows
+    best, histories = records.best, records.histories
 
-    def rank(row: Row) -> tuple[bool, float, float]:
+    def rank(row: TrialRow) -> tuple[bool, float, float]:
         return best is None or row.id != best.id, -row.metrics.get("top1_pct", 0.0), -row.metrics["images_per_s"]
 
-    trials = {f"trial {row.id}": row for row in sorted(ran(rows), key=rank)[:MAX_SERIES]}
-    return [
-        timeline.accuracy(histories, list(trials)),
-        wall.wall_time(trials),
-        *timeline.hardware(histories),
-    ]
+    trials = {f"trial {row.id}": row for row in sorted(ran(records.rows), key=rank)[:MAX_SERIES]}
+    return [timeline.accuracy(histories, list(trials)), timeline.wall_time(trials), *timeline.hardware(histories)]

@@ -24,26 +24,12 @@ from trainables.rundir import RunDir, StageDir
 
 UNFINISHED = ("pending", "untested")
 _WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
-_MIN_WINDOWS = 3  # means between log lines needed to estimate their spread
+_MIN_TIMES = 3  # of steps, needed to estimate their spread
 _MAX_RANKS = 8
 _PROGRESS = ("start", "resume", "step", "epoch", "summary")
 
 Histories = Mapping[str, Sequence[Event]]
 """The events of each stage in order, by the stage's name: `trial 003`, `teacher`, `student`."""
-
-
-class Row(TrialRow):
-    """A trial as the report sees it."""
-
-    error: float | None = None
-    """Relative standard error of its mean step time; None if too few times are known."""
-
-    @classmethod
-    def of(cls, row: TrialRow, windows_s: Sequence[float] = ()) -> Row:
-        """Add the error of the step times to a row; without step times, that of the means between its log lines."""
-        times_s = row.steps_s or windows_s
-        error = relative_error(times_s) if len(times_s) >= _MIN_WINDOWS else None
-        return cls.model_construct(_fields_set=row.model_fields_set, **{**dict(row), "error": error})
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class Records:
     log: RunLog
     result: RunResult
     experiment: Mapping[str, Any]  # by dotted keys; secrets are redacted
-    rows: Sequence[Row] = ()  # the trials of a sweep; for a run, its student as the only row once it has a speed
+    rows: Sequence[TrialRow] = ()  # the trials of a sweep; for a run, its student as the only row once it has numbers
     histories: Histories = field(default_factory=dict)
 
     @property
@@ -62,9 +48,9 @@ class Records:
         return self.result.kind == "sweep"
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> TrialRow | None:
         """The winner of a sweep by its metric; for a run, its student."""
-        return best_of(self.result, self.rows) if self.is_sweep else next(iter(self.rows), None)
+        return self.result.best if self.is_sweep else next(iter(self.rows), None)
 
 
 def records_of_run(path: Path) -> Records:
@@ -77,26 +63,26 @@ def records_of_run(path: Path) -> Records:
 
 
 def read_records(run_dir: RunDir, log: RunLog, result: RunResult, experiment: Experiment) -> Records:
-    """Return the records of a run whose log has been read."""
+    """Return the records of a run whose log has been read. Rows without step times get the means between their log lines."""
     flat = redact_values(flatten(experiment.model_dump(mode="json")))
     if result.kind == "sweep":
         stages = {f"trial {row.id}": f"trials/{row.id}/student" for row in result.rows}
-        rows = [Row.of(row, windows_s(log, stage)) for row, stage in zip(result.rows, stages.values(), strict=True)]
+        rows = [
+            row if row.steps_s else row.model_copy(update={"steps_s": windows_s(log, stage)})
+            for row, stage in zip(result.rows, stages.values(), strict=True)
+        ]
+        result = result.model_copy(update={"trials": rows})
     else:
         stages = {name: name for name in experiment.stage_names}
-        rows = []
-        for stage in result.stages:
-            if stage.stage == "student" and stage.metrics.get("images_per_s"):
-                scale = TrialScale.model_construct(
-                    num_workers=result.num_workers or 1,
-                    global_batch_size=flat[GLOBAL_BATCH],
-                    loader_workers=result.loader_workers,
-                )
-                row = TrialRow(id="student", params={}, scale=scale, status="ok", metrics=stage.metrics)
-                rows.append(Row.of(row, windows_s(log, "student")))
+        scale = TrialScale.model_construct(
+            num_workers=result.num_workers or 1, global_batch_size=flat[GLOBAL_BATCH], loader_workers=result.loader_workers
+        )
+        own = {"id": "student", "params": {}, "scale": scale, "steps_s": windows_s(log, "student")}
+        students = [stage for stage in result.stages if stage.stage == "student" and stage.metrics]
+        rows = [TrialRow.model_construct(**{**dict(stage), **own}) for stage in students]
     kinds = ("start", "resume", "epoch", "summary", *(() if result.kind == "sweep" else ("step",)))
-    histories = {label: read_history(log, stage, *kinds) for label, stage in stages.items()}
-    return Records(run_dir, log, result, flat, rows, {label: lines for label, lines in histories.items() if lines})
+    histories = {label: lines for label, stage in stages.items() if (lines := read_history(log, stage, *kinds))}
+    return Records(run_dir, log, result, flat, rows, histories)
 
 
 def windows_s(log: RunLog, stage: str) -> list[float]:
@@ -174,17 +160,12 @@ def _ago(time_ms: float) -> str:
     return f"{max(time.time() - time_ms / 1e3, 0.0):.0f} s ago"
 
 
-def rows_of(result: RunResult) -> list[Row]:
-    """Return the trials of a result, with errors from step times only, since there is no log."""
-    return [Row.of(row) for row in result.rows]
+def step_error(row: TrialRow) -> float | None:
+    """Return the relative standard error of a trial's mean step time, or None if too few times are known."""
+    return relative_error(row.steps_s) if len(row.steps_s) >= _MIN_TIMES else None
 
 
-def best_of(result: RunResult, rows: Iterable[Row]) -> Row | None:
-    best = result.best
-    return next((row for row in rows if best is not None and row.id == best.id), None)
-
-
-def value(row: Row, key: str) -> Any:
+def value(row: TrialRow, key: str) -> Any:
     """Return a trial's value on an axis; for `auto` loader workers, the resolved number."""
     return row.scale.by_key.get(key, row.params.get(key))
 
@@ -195,23 +176,26 @@ def ordered(values: Iterable[Any]) -> list[Any]:
     return sorted(found, key=lambda item: (0, item, "") if isinstance(item, int | float) else (1, 0, str(item)))
 
 
-def axes(rows: Sequence[Row]) -> list[str]:
-    """Return the keys in which the trials differ, starting with the three of every sweep."""
-    keys = dict.fromkeys([*SCALE_AXES, *(key for row in rows for key in row.params)])
-    return [key for key in keys if len({repr(value(row, key)) for row in rows}) > 1]
+def searched_keys(rows: Iterable[TrialRow]) -> list[str]:
+    """Return the three axes of every sweep and all other keys that the trials set."""
+    return list(dict.fromkeys([*SCALE_AXES, *(key for row in rows for key in row.params)]))
 
 
-def ran(rows: Sequence[Row]) -> list[Row]:
+def axes(rows: Sequence[TrialRow]) -> list[str]:
+    """Return the keys in which the trials differ."""
+    return [key for key in searched_keys(rows) if len({repr(value(row, key)) for row in rows}) > 1]
+
+
+def ran(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """Return the trials that have a speed."""
     return [row for row in rows if row.status in ("ok", "stopped") and row.metrics.get("images_per_s")]
 
 
-def ended(rows: Sequence[Row]) -> list[Row]:
+def by_speed(rows: Sequence[TrialRow]) -> list[TrialRow]:
+    """Return the trials that have a speed, fastest first."""
+    return sorted(ran(rows), key=lambda row: row.metrics["images_per_s"], reverse=True)
+
+
+def ended(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """Return the trials that have ended, with or without a result."""
     return [row for row in rows if row.status not in UNFINISHED]
-
-
-def gpu_s_per_epoch(row: Row) -> float | None:
-    """Return the cost of an epoch in GPU-seconds (slot-seconds without GPUs)."""
-    m = row.metrics
-    return float(m.get("gpu_s_per_epoch", m["epoch_s"] * row.scale.num_workers)) if "epoch_s" in m else None

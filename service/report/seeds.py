@@ -1,7 +1,6 @@
 """Aggregate trials that differ only in their seed: their mean, and the paired difference to the sweep's first point."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -9,11 +8,11 @@ from plotly import express
 
 from service.report import labels as names
 from service.report.charts import GREY, Figure, draw
-from service.report.records import Row, rows_of, value
+from service.report.records import axes, value
 from service.report.statistics import LEVEL, holm, paired_t_test
 from service.report.table import Table
 from service.report.winner import ranking_metric
-from service.runs.result import RunResult
+from service.runs.result import RunResult, TrialRow
 
 SEED = "seed"
 ROUNDING = 1e-12
@@ -34,10 +33,9 @@ def groups(result: RunResult) -> pd.DataFrame:
     are multiples of one image, and says little. `asha` is not compared: it stops seeds that begin badly, so that the lucky ones
     remain.
     """
-    rows = [row for row in rows_of(result) if SEED in row.params and result.policy != "asha"]
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row.params) if key != SEED]
-    keys = [key for key in keys if len({repr(row.params.get(key)) for row in rows}) > 1]
-    labels, metric = [_label(row, keys) for row in rows], ranking_metric(result)[0]
+    rows = [row for row in result.rows if SEED in row.params and result.policy != "asha"]
+    keys, metric = [key for key in axes(rows) if key != SEED], ranking_metric(result)[0]
+    labels = [_label(row, keys) for row in rows]
     measured = pd.Series([row.metrics.get(metric) if row.status == "ok" else None for row in rows], dtype=float)
     values = pd.DataFrame({"point": labels, "seed": [row.params[SEED] for row in rows], "value": measured})
     by_seed = values.pivot_table(index="point", columns="seed", values="value", aggfunc="last")
@@ -57,7 +55,7 @@ def groups(result: RunResult) -> pd.DataFrame:
     return found.assign(significant=found["p"] < LEVEL).rename_axis("point").reset_index()
 
 
-def _label(row: Row, keys: Sequence[str]) -> str:
+def _label(row: TrialRow, keys: Sequence[str]) -> str:
     """Format the values of the keys that this point sets."""
     values = {key: value(row, key) for key in keys if key in row.params}
     texts = {key: " + ".join(map(str, item)) if isinstance(item, list) else str(item) for key, item in values.items()}
@@ -102,12 +100,12 @@ def seeds_sentence(result: RunResult) -> list[str]:
 
 def seeds_figure(result: RunResult) -> Figure | None:
     """Plot each point's difference to the first with its confidence interval; one that crosses zero may be chance."""
-    found, table = groups(result), seed_table(result)
-    if table is None or found["difference"].isna().all():
+    found, head = groups(result), names.label(ranking_metric(result)[0]).head
+    if found.empty or found["difference"].isna().all():
         return None
-    title, head = f"Over seeds, difference to {found['point'][0]}", names.label(ranking_metric(result)[0]).head
-    shown = found.dropna(subset="difference").rename(columns={"difference": head}).assign(series=title)
-    plot = draw(express.scatter, shown, "point", head, "series", tips=["half", "p"], error_y="half")
+    title = f"Over seeds, difference to {found['point'][0]}"
+    shown = found.dropna(subset="difference").rename(columns={"difference": head, "half": "±"}).assign(series=title)
+    plot = draw(express.scatter, shown, "point", head, "series", tips=["±", "p"], error_y="±")
     plot.update_traces(error_y_color=GREY).update_layout(showlegend=False)
     caption = f"{head}, mean difference with its {1 - LEVEL:.0%} interval; one that crosses zero may be chance."
-    return Figure("seeds", title, caption, plot, replace(table, title=f"Numbers of: {title}"), 380)
+    return Figure("seeds", title, caption, plot, shown[["point", head, "±", "p"]])

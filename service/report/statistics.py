@@ -1,7 +1,6 @@
 """Statistics for comparisons: Holm's correction and the paired t-test, both at the same level."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -10,19 +9,11 @@ LEVEL = 0.05
 """Probability that any difference in a table is called significant by chance; confidence intervals have level 1 - LEVEL."""
 
 
-class PairedTest(NamedTuple):
-    """A mean difference with half the width of its confidence interval, and the two-sided p-value."""
-
-    mean: float
-    half_width: float
-    p_value: float
-    """NaN if all differences are equal, so that there is no test."""
-
-
-def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> PairedTest | None:
+def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> tuple[float, float, float] | None:
     """Run Student's t-test of differences against 0; None for fewer than two.
 
-    Differences whose standard error is at most `rounding` count as equal.
+    Returns the mean, half the width of its confidence interval, and the two-sided p-value, which is NaN if all differences are
+    equal; those whose standard error is at most `rounding` count as equal.
     """
     from scipy import stats  # takes half a second, and a table without seeds does not need it
 
@@ -30,10 +21,10 @@ def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> Pai
         return None
     mean = float(np.mean(differences))
     if float(stats.sem(differences)) <= rounding:
-        return PairedTest(mean, 0.0, np.nan)
+        return mean, 0.0, np.nan
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(1 - LEVEL)
-    return PairedTest(mean, float(high - low) / 2, float(test.pvalue))
+    return mean, float(high - low) / 2, float(test.pvalue)
 
 
 def holm(p_values: pd.Series) -> pd.Series:

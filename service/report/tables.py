@@ -1,89 +1,97 @@
 """The tables of a run or a sweep, for both the terminal and the page."""
 
 import itertools
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 from service.report import labels as names
-from service.report.records import Records, Row, axes, ended, gpu_s_per_epoch, ordered, ran, value
+from service.report.records import Records, axes, by_speed, ended, ordered, searched_keys, step_error, value
 from service.report.table import Shade, Table
-from service.runs.result import RunResult, StageRow
+from service.runs.result import RunResult, StageRow, TrialRow
 from service.search.rows import probes
+from trainables.metrics.phases import ALL_PHASES
 from trainables.metrics.telemetry import decode_throttle
 
-BAD = ("failed", "oom", "infeasible", "stopped")
 MAX_OPEN = 12  # rows, above which a table is folded
 WAIT = "data wait s (min–max)"
-TRIAL_METRICS = ("images_per_s", "top1_pct", "epoch_s", "step_s")
 
 
-def trial_cells(row: Row, result: RunResult, on_page: bool) -> dict[str, str]:
-    """Return a trial's cells by column: its point, status, speed, accuracy, cost, and data wait per step."""
-    m, unit = row.metrics, result.unit
-    keys = {key: names.axis(key, unit) for key in (*SCALE_AXES, *result.space)} | {GLOBAL_BATCH: "batch"}
-    again = f"measured {len(row.measurements)} times" if row.measurements else ""
-    best = "← best" if result.best is not None and row.id == result.best.id else ""
-    status = " ".join(filter(None, (row.status, "oversubscribed" if row.oversubscribed else "", again, best)))
-    shown = {names.label(name).head: names.metric_cell(m, name) for name in TRIAL_METRICS}
-    wait_s = [names.number(m.get(f"phase/data{part}_ms", math.nan) / 1e3, 4) for part in ("", "_min", "_max")]
-    return {
-        "trial": row.id,
-        "status": status if on_page or not row.reason else f"{status}: {row.reason}",
-        **{head: str(value(row, key)) for key, head in keys.items()},
-        "images/s": shown.pop("images/s"),
-        **({"±": names.short(row.error * speed(row)) if row.error and speed(row) else "–"} if on_page else {}),
-        **shown,
-        WAIT: f"{wait_s[0]} ({wait_s[1]}–{wait_s[2]})" if "phase/data_ms" in m else "–",
-        "data wait %": names.metric_cell(m, "data_pct"),
-        **({f"{unit}-s/epoch": names.number(gpu_s_per_epoch(row))} if on_page else {}),
-        **({"duration s": names.number(row.seconds or None, 1), "reason": row.reason} if on_page else {}),
-    }
+def table_of(frame: pd.DataFrame, title: str, **options: Any) -> Table:
+    """Format a frame as a table with these fields; missing values are dashes. Columns that hold words are left-aligned."""
+
+    def cell(name: str, value: Any) -> str:
+        return str(value) if isinstance(value, str | int) else names.number(value, names.DIGITS.get(name, 2))
+
+    heads = list(map(str, frame.columns))
+    columns = [[cell(name, value) for value in frame[name].tolist()] for name in heads]
+    left = [name for name, cells in zip(heads, columns, strict=True) if any(re.search("[A-Za-z]{2}", each) for each in cells)]
+    return Table(title, heads, list(zip(*columns, strict=True)), **{"left": left, **options})
 
 
-def trial_table(result: RunResult, rows: Sequence[Row], title: str, *, on_page: bool = True) -> Table:
-    """Tabulate trials with the best one marked; empty columns are dropped."""
-    frame = pd.DataFrame([trial_cells(row, result, on_page) for row in rows])
-    frame = frame.loc[:, ~frame.isin(["", "–"]).all()]
-    heads: list[str] = frame.columns.tolist()
+def trial_frame(result: RunResult, rows: Sequence[TrialRow]) -> pd.DataFrame:
+    """Return a row per trial: up to `duration s` the columns of its table, then more numbers for figures."""
+    unit, keys, varied, best = result.unit, searched_keys(rows), axes(rows), result.best
+    found = []
+    for row in rows:
+        m, error = row.metrics, step_error(row)
+        again = f"measured {len(row.measurements)} times" if row.measurements else ""
+        marks = ("oversubscribed" if row.oversubscribed else "", again, "← best" if best and row.id == best.id else "")
+        mean, low, high = (names.number(m.get(f"phase/data{part}_ms", np.nan) / 1e3, 4) for part in ("", "_min", "_max"))
+        found.append(
+            {
+                "trial": row.id,
+                "status": " ".join(filter(None, (row.status, *marks))) + (f": {row.reason}" if row.reason else ""),
+                **{names.axis(key, unit): str(value(row, key)) for key in keys},
+                "images/s": m.get("images_per_s"),
+                "top-1 %": m.get("top1_pct"),
+                "s/epoch": names.metric_cell(m, "epoch_s") if "epoch_s" in m else None,
+                "s/step": m.get("step_s"),
+                WAIT: f"{mean} ({low}–{high})" if "phase/data_ms" in m else None,
+                "data wait %": m.get("data_pct"),
+                "± images/s": error * m["images_per_s"] if error and "images_per_s" in m else None,
+                f"{unit}-s/epoch": m.get("gpu_s_per_epoch"),
+                "duration s": row.seconds or None,
+                "point": names.point(row, unit, varied),
+                "num_workers": row.scale.num_workers,
+                "batch": row.scale.global_batch_size,
+                "latency ms": m.get("inference_ms"),
+                **{f"data {part}": m.get(f"phase/data_{part}_ms") for part in ("min", "p95", "max")},
+                **phase_ms(m),
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def phase_ms(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{phase} ms": metrics.get(f"phase/{phase}_ms", np.nan) for phase in (*ALL_PHASES, "step")}
+
+
+def trial_table(result: RunResult, rows: Sequence[TrialRow], title: str, *, last: str = "duration s") -> Table | None:
+    """Tabulate trials up to the column `last`, with the best one marked; empty columns are dropped."""
+    if not rows:
+        return None
     fixed = [names.axis(key, result.unit) for key in SCALE_AXES if key not in result.space]
-    return Table(
+    return table_of(
+        trial_frame(result, rows).loc[:, :last].dropna(axis="columns", how="all"),
         title,
-        heads,
-        frame.to_numpy().tolist(),
-        left=["status", "reason", *(head for head in heads if frame[head].str[:1].str.isalpha().any())],
-        optional=[WAIT, "data wait %", "s/step", *(head.replace("global batch", "batch") for head in fixed), "s/epoch"],
+        optional=(WAIT, "data wait %", "s/step", *fixed, "s/epoch"),
         marked=[index for index, row in enumerate(rows) if result.best is not None and row.id == result.best.id],
         folded=len(rows) > MAX_OPEN,
     )
 
 
-def sweep_table(result: RunResult, rows: Sequence[Row], only: Collection[str] | None = None) -> Table:
+def sweep_table(result: RunResult, only: Collection[str] | None = None) -> Table | None:
     """Tabulate the trials for the terminal, without untested points. `only` limits it to those that fit on the screen."""
-    trials = [row for row in rows if row.status != "untested"]
-    points, tried = probes(rows), probes(trials)
+    trials = [row for row in result.rows if row.status != "untested"]
+    points, tried = probes(result.rows), probes(trials)
     count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else names.counted(len(trials), "trial")
     shown = [row for row in trials if only is None or row.id in only]
-    return trial_table(result, shown, f"{result.name}: {count} by {result.metric} ({result.mode})", on_page=False)
-
-
-def page_trials(records: Records) -> Table | None:
-    tried = [row for row in records.rows if row.status != "untested"]
-    return trial_table(records.result, tried, f"All {names.counted(len(tried), 'trial')}") if tried else None
-
-
-def bad_trials(records: Records) -> Table | None:
-    """Tabulate failed, infeasible and stopped trials with their reasons."""
-    rows = [row for row in records.rows if row.status in BAD]
-    return trial_table(records.result, rows, f"{names.counted(len(rows), 'trial')} and their reasons") if rows else None
-
-
-def speed(row: Row) -> float:
-    """Return a trial's images/s, or 0 without one."""
-    return float(row.metrics.get("images_per_s") or 0.0)
+    return trial_table(result, shown, f"{result.name}: {count} by {result.metric} ({result.mode})", last="data wait %")
 
 
 def heat_table(records: Records) -> Table | None:
@@ -95,18 +103,20 @@ def heat_table(records: Records) -> Table | None:
     best, unit, keys = records.best, records.result.unit, axes(records.rows)
     across_key = LOADER_WORKERS if LOADER_WORKERS in keys else GLOBAL_BATCH
     shown = [*(key for key in (NUM_WORKERS, GLOBAL_BATCH) if key != across_key), across_key]
-    tried = [*([best] if best else []), *sorted(ran(records.rows), key=speed, reverse=True), *ended(records.rows)]
-    cells: dict[tuple[str, ...], Row] = {}
+    measured = by_speed(records.rows)
+    tried = [*([best] if best else []), *measured, *ended(records.rows)]
+    cells: dict[tuple[str, ...], TrialRow] = {}
     for row in tried:
         cells.setdefault(tuple(names.at(key, value(row, key), unit) for key in shown), row)
-    if len(cells) < 2 or not ran(records.rows):
+    if len(cells) < 2 or not measured:
         return None
-    fastest = max(map(speed, tried))
+    fastest = measured[0].metrics["images_per_s"]
 
-    def heat(row: Row | None) -> str | Shade:
+    def heat(row: TrialRow | None) -> str | Shade:
         if row is None:
             return "–"
-        text, share = names.number(speed(row), 1) if speed(row) else row.status, (speed(row) / fastest) ** 2
+        images_per_s = row.metrics.get("images_per_s") or 0.0
+        text, share = names.number(images_per_s, 1) if images_per_s else row.status, (images_per_s / fastest) ** 2
         if best is not None and row.id == best.id:
             return Shade(f"{text} ★", share, "best")
         return Shade(text, share, "" if share else "bad")
@@ -143,18 +153,18 @@ def settings(records: Records) -> Table:
 
 def phase_table(metrics: Mapping[str, float], title: str) -> Table | None:
     """Tabulate the phases of a step: milliseconds, and share of the step. None if no step was timed."""
-    columns = {"mean ms": "", "min": "_min", "p50": "_p50", "p95": "_p95", "max": "_max"}
+    parts = {"mean ms": "", "min": "_min", "p50": "_p50", "p95": "_p95", "max": "_max"}
     shares = names.phase_shares(metrics) | ({"step": 1.0} if "phase/step_ms" in metrics else {})
     rows = [
-        [
-            phase,
-            *(names.number(metrics.get(f"phase/{phase}{part}_ms")) for part in columns.values()),
-            names.number(100 * share, 1),
-        ]
+        {
+            "phase": phase,
+            **{head: metrics.get(f"phase/{phase}{part}_ms") for head, part in parts.items()},
+            "share %": 100 * share,
+        }
         for phase, share in shares.items()
     ]
-    heads = ["phase", *columns, "share %"]
-    return Table(title, heads, rows, left=["phase"], optional=("min", "p50", "p95", "max"), folded=True) if rows else None
+    optional = ("min", "p50", "p95", "max")
+    return table_of(pd.DataFrame(rows), title, optional=optional, folded=True) if rows else None
 
 
 HARDWARE = {
@@ -170,20 +180,19 @@ HARDWARE = {
 
 def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
     """Tabulate the telemetry: a row per node and per GPU, means with the peak in parentheses. None if nothing was sampled."""
-    sources = sorted({name.rpartition("/")[0] for name in metrics if re.match(r"node\d+/", name)}, key=names.natural)
     rows = []
-    for source in sources:
-        cells = []
-        for what, unit in HARDWARE.values():
+    for source in sorted({name.rpartition("/")[0] for name in metrics if re.match(r"node\d+/", name)}, key=names.natural):
+        row: dict[str, str | None] = {"where": source}
+        for head, (what, unit) in HARDWARE.items():
             field = "cpu" if what == "util" and "/gpu" not in source else what
             mean, peak = (metrics.get(f"{source}/{field}{part}_{unit}") for part in ("", "_max"))
-            cells.append(f"{names.number(mean, 0)} ({names.number(peak, 0)})" if mean is not None else "–")
+            row[head] = f"{names.number(mean, 0)} ({names.number(peak, 0)})" if mean is not None else None
         reasons = decode_throttle(int(metrics.get(f"{source}/throttle_reasons", 0)))
         # an idle GPU and one with clocks set by the user are not throttled
         slowed = [reason for reason in reasons if reason not in ("gpu_idle", "applications_clocks_setting")]
-        rows.append([source, *cells, ", ".join(slowed) or "–"])
-    columns = ["where", *HARDWARE, "slowed by"]
-    return Table(title, columns, rows, left=["where", "slowed by"], optional=[*HARDWARE][:0:-1]) if rows else None
+        rows.append({**row, "slowed by": ", ".join(slowed) or None})
+    frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
+    return table_of(frame, title, optional=[*HARDWARE][:0:-1]) if rows else None
 
 
 STAGE_METRICS = (
@@ -192,9 +201,11 @@ STAGE_METRICS = (
 )
 
 
-def stage_table(title: str, stages: Sequence[StageRow]) -> Table:
+def stage_table(title: str, stages: Sequence[StageRow]) -> Table | None:
     """Tabulate the stages of a run."""
-    shown = [name for name in STAGE_METRICS if any(name in stage.metrics for stage in stages)]
-    rows = [[stage.stage, stage.model, *(names.metric_cell(stage.metrics, name) for name in shown)] for stage in stages]
-    columns = ["stage", "model", *(names.label(name).head for name in shown)]
-    return Table(title, columns, rows, left=["stage", "model"], optional=["steps", "top-5 %", "s/epoch"])
+    rows = [
+        {"stage": stage.stage, "model": stage.model} | {names.label(name).head: stage.metrics.get(name) for name in STAGE_METRICS}
+        for stage in stages
+    ]
+    frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
+    return table_of(frame, title, optional=("steps", "top-5 %", "s/epoch")) if rows else None

@@ -8,14 +8,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from service.report.records import UNFINISHED, Records, hang_lines, records_of_run, rows_of, running_stage_lines, teacher_lines
+from service.report.records import Records, ended, hang_lines, records_of_run, running_stage_lines, teacher_lines
 from service.report.seeds import seed_table, seeds_sentence
 from service.report.table import Table
 from service.report.tables import node_table, phase_table, stage_table, sweep_table
 from service.report.winner import command, lead, notes
 from service.runs.result import RunResult
 from service.runs.stored.stored_runs import display_name, shell_name
-from service.search.rows import probes
 
 WATCH_S = 3.0
 MAX_SHARE = 0.1  # of a core that watching may take from the run
@@ -48,17 +47,16 @@ def overview(records: Records, only: Collection[str] | None = None) -> list[Rend
 def summary(result: RunResult, only: Collection[str] | None = None) -> list[RenderableType]:
     """Return a sweep's trials, points over seeds and conclusions, or a run's stages; then teachers and notices."""
     if result.trials is not None:
-        tables = [sweep_table(result, rows_of(result), only), seed_table(result)]
+        tables = [sweep_table(result, only), seed_table(result)]
         lines = [*verdict(result), *seeds_sentence(result)]
     else:
-        tables, lines = [stage_table(result.name, result.stages) if result.stages else None], []
+        tables, lines = [stage_table(result.name, result.stages)], []
     return [*filter(None, tables), *lines, *teacher_lines(result), *(f"note: {line}" for line in result.notes)]
 
 
 def verdict(result: RunResult) -> list[str]:
     """Say which configuration won, why, where its step time goes, and how certain that is."""
-    rows = rows_of(result)
-    return [*lead(result, rows), *notes(result, rows)]
+    return [*lead(result), *notes(result)]
 
 
 def measured(metrics: Mapping[str, float], what: str) -> list[Table]:
@@ -78,7 +76,6 @@ def watch(directory: Path, console: Console, html: Path | None) -> Records:
     """
     from service.report.page import write_page
 
-    shown = ""
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             began, records = time.monotonic(), records_of_run(directory)
@@ -87,26 +84,11 @@ def watch(directory: Path, console: Console, html: Path | None) -> Records:
             if console.is_interactive:
                 parts = [*overview(records, rows_on_screen(records.result, console.height)), *running_stage_lines(records)]
                 live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
-            elif (now := progress(records.result)) != shown:  # not a terminal: print a line per change
-                console.print(now, soft_wrap=True)
-                shown = now
             write_page(records, html)
             time.sleep(max(WATCH_S, (time.monotonic() - began) / MAX_SHARE))
 
 
 def rows_on_screen(result: RunResult, height: int) -> set[str]:
     """Return the trials of a sweep that fit on the screen: the best, and those that ended last."""
-    ended = [row.id for row in result.rows if row.status not in UNFINISHED]
-    room = max(4, height - OTHER_ROWS)
-    return {*ended[-room:], *([result.best.id] if result.best else [])}
-
-
-def progress(result: RunResult) -> str:
-    """Describe the progress of a run in one line."""
-    if result.trials is None:
-        stages = ", ".join(stage.stage for stage in result.stages)
-        return f"{result.name}: {result.status}" + (f", {stages} ended" if stages else "")
-    rows, best = probes(result.rows), result.best
-    ended = sum(row.status not in UNFINISHED for row in rows)
-    best_text = f", best {best.id}: {best.metrics.get('images_per_s', 0.0):,.1f} images/s" if best else ""
-    return f"{result.name}: {ended} of {len(rows)} trials{best_text}"
+    last = ended(result.rows)[-max(4, height - OTHER_ROWS) :]
+    return {row.id for row in (*last, *([result.best] if result.best else []))}

@@ -1,8 +1,8 @@
-"""Figures over time, as pure functions of the stages' events: loss, accuracy, speed, data waits, hardware."""
+"""Figures over time, as pure functions of what the stages recorded: loss, accuracy, speed, data waits, hardware, wall time."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,26 +10,14 @@ import pandas as pd
 from plotly import express
 
 from service.report import labels as names
-from service.report.charts import GREY, MAX_SERIES, PALETTE, Figure, add_band, draw, escaped, figure
+from service.report.charts import BLUE, GREEN, GREY, MAX_SERIES, ORANGE, PALETTE, PURPLE, SKY, VERMILION, Figure, add_band, draw
 from service.report.records import Histories
+from service.runs.outcome import Outcome
+from service.runs.result import RunResult
 from trainables.rundir import final_names
 
 MAX_POINTS = 400  # per line: more are not visible
-MAX_FAINT = 60
 ACCURACIES = {"val/top1_pct": ("Accuracy", "top-1 %"), "val/cka": ("Agreement with the teacher", "CKA")}
-STEPS = (
-    (
-        *("waits", "Data wait, min to max", "ms/step"),
-        "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines.",
-        *("train/phase/data_ms", "train/phase/data_min_ms", "train/phase/data_max_ms"),
-    ),
-    (
-        *("speed", "Speed over time", "images/s"),
-        "Images trained on per second between log lines, over all workers.",
-        "train/images_per_s",
-    ),
-)
-"""Figure, title, unit, caption, metric, and the metrics of its lower and upper bound."""
 HARDWARE = (
     ("utilization", "GPU utilization", r"gpu\d+/util", "pct", "%", True),
     ("temperature", "GPU temperature", r"gpu\d+/temperature", "c", "°C", False),
@@ -37,6 +25,10 @@ HARDWARE = (
     ("cpu", "CPU use of the nodes", "cpu", "pct", "%", True),
 )
 """Figure, title, metric of a node, the metric's unit suffix, the unit shown, and whether the axis starts at zero."""
+PARTS = {"training": "train_s", "evaluation": "eval_s", "checkpoints": "checkpoint_s", "other": "other_s"}
+PART_COLORS = dict(
+    zip(("start", *PARTS, "end", "interruptions"), (GREY, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION), strict=True)
+)
 
 
 def recorded(histories: Histories, kind: str, *metrics: str) -> pd.DataFrame:
@@ -66,10 +58,7 @@ def clock(longest_s: float) -> tuple[str, float]:
 
 
 def accuracy(histories: Histories, chosen: Sequence[str]) -> Figure | None:
-    """Plot validation accuracy, or else agreement with the teacher, over wall time.
-
-    The n-th of the `chosen` labels has the n-th color; others are in the background.
-    """
+    """Plot validation accuracy, or else agreement with the teacher, over wall time for the `chosen` labels."""
     frames = {metric: recorded(histories, "epoch", metric) for metric in ACCURACIES}
     metric = next((metric for metric, frame in frames.items() if len(frame)), "")
     if not metric:
@@ -77,18 +66,13 @@ def accuracy(histories: Histories, chosen: Sequence[str]) -> Figure | None:
     found, (title, text) = frames[metric], ACCURACIES[metric]
     unit, factor = clock(found["at_s"].max())
     found = found.rename(columns={metric: text}).assign(**{unit: found["at_s"] / factor})
-    rest = [label for label in found["what"].unique() if label not in chosen]
-    drawn, faint = found[found["what"].isin([*chosen, *rest[:MAX_FAINT]])], {escaped(label) for label in rest}
+    drawn, count = found[found["what"].isin(list(chosen))], found["what"].nunique()
     plot = draw(express.line, drawn, unit, text, "what", chosen, tips=["epoch"], zero=False).update_xaxes(rangemode="tozero")
-    for trace in plot.data:
-        if trace.name in faint:
-            trace.update(mode="lines", opacity=0.5, showlegend=False, line={"color": GREY, "width": 1, "dash": "solid"})
-    plot.data = sorted(plot.data, key=lambda trace: trace.name not in faint)  # faint ones behind the others
     caption = f"Validation {text.removesuffix(' %')} at the end of each epoch, over the time since the stage began."
-    caption += f" In color: the best and the most accurate of {len(chosen) + len(rest)}." if rest else ""
+    caption += f" Of {count}: the best and the most accurate." if count > len(chosen) else ""
     parts: Any = {"epochs": ("epoch", "last"), f"best {text}": (text, "max"), f"last {text}": (text, "last")}
     numbers = found.groupby("what", sort=False).agg(**parts, **{f"time {unit}": (unit, "last")}).reset_index()
-    return figure("accuracy", f"{title} against wall time", caption, plot, numbers)
+    return Figure("accuracy", f"{title} against wall time", caption, plot, numbers)
 
 
 def losses(histories: Histories) -> Figure | None:
@@ -105,28 +89,34 @@ def losses(histories: Histories) -> Figure | None:
     plot.add_traces(validated.data)
     training = recorded(histories, "epoch", "epoch/train/loss").rename(columns={"epoch/train/loss": "training"})
     numbers = epochs.rename(columns={"loss": "validation"}).merge(training, how="left", on=["what", "epoch"])
-    return figure(
-        "loss",
-        "Loss",
-        "Lines are the training loss at log lines, markers the validation loss at the end of each epoch.",
-        plot,
-        numbers[["what", "epoch", "training", "validation"]],
-    )
+    caption = "Lines are the training loss at log lines, markers the validation loss at the end of each epoch."
+    return Figure("loss", "Loss", caption, plot, numbers[["what", "epoch", "training", "validation"]])
 
 
-def over_steps(histories: Histories) -> list[Figure]:
-    """Plot each metric of `STEPS` at the log lines, with a band between its bounds."""
-    found, labels = list[Figure](), list(histories)
-    for id, title, unit, caption, metric, *span in STEPS:
-        lines = downsampled(recorded(histories, "step", metric)).rename(columns={metric: unit})
-        if lines.empty:
-            continue
-        plot = draw(express.line, lines, "epoch", unit, "what", labels, markers=False)
-        for label, part in downsampled(recorded(histories, "step", *span)).groupby("what") if span else ():
-            add_band(plot, PALETTE[labels.index(str(label)) % MAX_SERIES], part, ["epoch", *span], str(label))
-        numbers = lines.groupby("what", sort=False)[unit].agg(["min", "median", "max", "last"]).reset_index()
-        found.append(figure(id, title, caption, plot, numbers))
-    return found
+def waits(histories: Histories) -> Figure | None:
+    """Plot how long steps wait for data, with a band from the shortest to the longest wait."""
+    caption = "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines."
+    span = ["train/phase/data_min_ms", "train/phase/data_max_ms"]
+    return over_steps(histories, "waits", "Data wait, min to max", caption, "train/phase/data_ms", "ms/step", span)
+
+
+def speed(histories: Histories) -> Figure | None:
+    caption = "Images trained on per second between log lines, over all workers."
+    return over_steps(histories, "speed", "Speed over time", caption, "train/images_per_s", "images/s")
+
+
+def over_steps(
+    histories: Histories, id: str, title: str, caption: str, metric: str, unit: str, span: Sequence[str] = ()
+) -> Figure | None:
+    """Plot a metric at the log lines, with a band between the two metrics of its `span`."""
+    labels, lines = list(histories), downsampled(recorded(histories, "step", metric, *span)).rename(columns={metric: unit})
+    if lines.empty:
+        return None
+    plot = draw(express.line, lines, "epoch", unit, "what", labels, markers=False)
+    for label, part in lines.groupby("what") if span else ():
+        add_band(plot, PALETTE[labels.index(str(label)) % MAX_SERIES], part, ["epoch", *span], str(label))
+    numbers = lines.groupby("what", sort=False)[unit].agg(["min", "median", "max", "last"]).reset_index()
+    return Figure(id, title, caption, plot, numbers)
 
 
 def hardware(histories: Histories) -> list[Figure]:
@@ -158,5 +148,44 @@ def hardware(histories: Histories) -> list[Figure]:
         peaks = (name.removesuffix(ending) + f"max_{ending}" for name in measured)
         numbers["peak"] = [wide[name].max() if name in wide else math.nan for name in peaks]
         caption = f"Means of each epoch or trial. From {long[of].min():,.0f} to {long[of].max():,.0f} {of}."
-        found.append(figure(id, f"{title} over time", caption, plot, numbers, height=300))
+        found.append(Figure(id, f"{title} over time", caption, plot, numbers, height=300))
     return found
+
+
+def parts(entry: Outcome) -> dict[str, float]:
+    """Return the seconds of a stage or trial by part; {} if they were not recorded.
+
+    `start` lasts until the loop begins, `end` from its last record on. `interruptions` is the rest of the driver's wait:
+    restarts, and work lost to crashes.
+    """
+    m = entry.metrics
+    if "train_s" not in m:
+        return {}
+    found = {"start": entry.start_s or 0.0, **{part: m[name] for part, name in PARTS.items()}, "end": entry.end_s or 0.0}
+    found["other"] += m.get("timing_s", 0.0)
+    return found | {"interruptions": max(0.0, entry.seconds - sum(found.values()))}
+
+
+def wall_time(entries: Mapping[str, Outcome], caption: str = "") -> Figure | None:
+    """Plot the parts of stages or trials, by their labels."""
+    known = {label: found for label, entry in entries.items() if (found := parts(entry))}
+    if not known:
+        return None
+    frame = pd.DataFrame(known).T.rename_axis("what")
+    total_s = frame.sum(axis="columns")
+    long = frame.loc[:, (frame >= 0.001).any()].reset_index().melt("what", var_name="part", value_name="s")
+    long["share"] = (long["s"] / long["what"].map(total_s)).map("{:.0%}".format)
+    plot = draw(express.bar, long, "s", "what", "part", colors=PART_COLORS, tips=["share"], orientation="h")
+    plot.update_yaxes(autorange="reversed", title_text=None).update_layout(legend_traceorder="normal")
+    numbers = frame.add_suffix(" s").assign(**{"total s": total_s}).reset_index()
+    caption = f"Seconds of each stage, from the launch of its workers to its result.{caption}"
+    return Figure("wall", "Where the wall time goes", caption, plot, numbers, height=160 + 60 * len(known))
+
+
+def wall_time_of_run(run: RunResult) -> Figure | None:
+    """Plot the parts of a run's stages; once it has ended, the caption has the time outside them."""
+    outside_s, caption = run.seconds - sum(sum(parts(stage).values()) for stage in run.stages), ""
+    if run.status != "running" and outside_s >= 0:  # a killed session recorded no time
+        caption = f" The run took {names.short(run.seconds)} s, including {names.short(outside_s)} s outside its stages, "
+        caption += "to start Ray and write records."
+    return wall_time({stage.stage: stage for stage in run.stages}, caption)

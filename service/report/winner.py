@@ -5,7 +5,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from service.config import strict_yaml
@@ -13,8 +13,7 @@ from service.config.experiment import read_resolved
 from service.config.space import LOADER_WORKERS
 from service.config.sweep import FRONT, TIME, TIME_S
 from service.report import labels as names
-from service.report.labels import shares_text
-from service.report.records import UNFINISHED, Row, axes, best_of, ended, ran, rows_of, value
+from service.report.records import UNFINISHED, axes, ended, ran, step_error, value
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_log import RunLog
 from service.runs.stored.stored_runs import checkpoint, display_name, uri_of
@@ -26,45 +25,61 @@ from trainables.rundir import RunDir
 BEYOND = 1.96  # standard errors that a difference must exceed
 ENDS = {"infeasible": " (cannot run on this cluster)", "oom": " (out of memory)"}
 """Explanations of statuses."""
+OVERSUBSCRIBED = "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
 
 
-def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
+def lead(result: RunResult) -> list[str]:
+    """Say which of a sweep's trials won, why, by how much, and where its step time goes."""
+    best, rows = result.best, result.rows
+    if best is None:
+        count = f"{len(ended(rows))} of {names.counted(len(rows), 'trial')} have ended"
+        return ["no trial is complete: nothing to compare yet", *([count] if rows else [])]
+    shares = names.shares_text(best.metrics)
+    return [
+        f"best: trial {best.id} with {won(best, result.unit, axes(rows), ranking_metric(result)[0])}",
+        why(result, best),
+        *([f"its step: {shares}"] if shares else []),
+    ]
+
+
+def notes(result: RunResult) -> list[str]:
+    """Return further notes on a sweep: its front, trials without a result, and how certain the winner is."""
+    sure = [*bound(result), *doubts(result)] if result.best is not None else []
+    return [*on_the_front(result), *without_result(result.rows), *sure]
+
+
+def won(best: TrialRow, unit: str, keys: Sequence[str], name: str) -> str:
     """Format the winner's point and what it reached."""
     reached = names.metrics_text(best.metrics, (name, "images_per_s", "epoch_s", "top1_pct"))
     return f"{names.point(best, unit, keys)}: {reached}"
 
 
-def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> str:
+def why(result: RunResult, best: TrialRow) -> str:
     """Say how much each of the winner's values gains over the next best one, with the others unchanged."""
-    keys, pick = axes(rows), max if mode == "max" else min
-    compared = [row for row in ran(rows) if row.metrics.get(metric) is not None]
-    sentences = []
+    (metric, mode), keys = ranking_metric(result), axes(result.rows)
+    compared = [row for row in ran(result.rows) if metric in row.metrics]
+    pick, sentences = max if mode == "max" else min, []
     for key in keys:
-        others = [
-            row
-            for row in compared
-            if value(row, key) != value(best, key) and all(value(row, k) == value(best, k) for k in keys if k != key)
-        ]
-        if others:
-            runner_up = pick(others, key=lambda row: float(row.metrics[metric]))
-            sentences.append(
-                f"{names.at(key, value(best, key), unit)}: {describe_lead(best, runner_up, metric, mode)} {value(runner_up, key)}"
-            )
+        changed = [(row, [each for each in keys if value(row, each) != value(best, each)]) for row in compared]
+        if others := [row for row, differences in changed if differences == [key]]:
+            runner_up = pick(others, key=lambda row: row.metrics[metric])
+            gain = describe_lead(best, runner_up, metric, mode)
+            sentences.append(f"{names.at(key, value(best, key), result.unit)}: {gain} {value(runner_up, key)}")
     if not sentences:
         what, extreme = names.label(metric).unit.removeprefix("% "), "highest" if mode == "max" else "lowest"
         return f"It has the {extreme} {what} of {names.counted(len(compared), 'trial')} that ran."
     return f"Compared with the next best value of each axis, others unchanged: {'; '.join(sentences)}."
 
 
-def describe_lead(best: Row, runner_up: Row, metric: str, mode: str) -> str:
+def describe_lead(best: TrialRow, runner_up: TrialRow, metric: str, mode: str) -> str:
     """Say how much better the best trial is than another, or that it is within noise; the other's value is to follow."""
-    a, b = float(best.metrics[metric]), float(runner_up.metrics[metric])
+    a, b = best.metrics[metric], runner_up.metrics[metric]
     compared = names.label(metric).compared
     if not compared or a <= 0 or b <= 0:
         return f"{a - b:+.2f} points over" if metric.endswith("_pct") else f"{a - b:+.4g} over"
     gain = (a / b if mode == "max" else b / a) - 1
-    errors = [row.error for row in (best, runner_up)]
-    is_noise = None not in errors and abs(gain) < BEYOND * math.hypot(*(float(error or 0.0) for error in errors))
+    errors = [step_error(row) for row in (best, runner_up)]
+    is_noise = all(errors) and abs(gain) < BEYOND * math.hypot(*filter(None, errors))
     than = ", within noise, than" if is_noise else " than"
     if compared == "cost":
         return f"costs {abs(1 - a / b):.1%} {'less' if a <= b else 'more'}{than}"
@@ -97,10 +112,10 @@ def bound(result: RunResult) -> list[str]:
     return [f"All points measured: {counted}, the whole space."] if rows else []
 
 
-def without_result(rows: Sequence[Row]) -> list[str]:
+def without_result(rows: Sequence[TrialRow]) -> list[str]:
     """Say how many trials have no speed, and how they ended."""
-    speeds = {row.id for row in ran(rows)}
-    counts = Counter(row.status for row in ended(rows) if row.id not in speeds)
+    with_speed = {row.id for row in ran(rows)}
+    counts = Counter(row.status for row in ended(rows) if row.id not in with_speed)
     order = sorted(counts, key=lambda status: (status == "infeasible", status))
     ends = [f"{counts[status]} {status}{ENDS.get(status, '')}" for status in order]
     total = names.counted(len(ended(rows)), "trial")
@@ -111,8 +126,8 @@ def on_the_front(result: RunResult) -> list[str]:
     """List the Pareto front of a search for speed and cost: no other trial beats one of these in both."""
     if result.metric != FRONT or not result.search or not result.search.front:
         return []
-    rows, unit = {row.id: row for row in rows_of(result)}, result.unit
-    keys, sentences = axes(list(rows.values())), ["the front of speed and cost:"]
+    rows, unit = {row.id: row for row in result.rows}, result.unit
+    keys, sentences = axes(result.rows), ["the front of speed and cost:"]
     for id in result.search.front:
         m = rows[id].metrics
         cost = f"{names.short(m['gpu_s_per_epoch'])} {unit}-s/epoch"
@@ -122,14 +137,12 @@ def on_the_front(result: RunResult) -> list[str]:
 
 def doubts(result: RunResult) -> list[str]:
     """Return caveats about the numbers."""
-    sentences = []
-    if any(row.metrics.get("epoch_projected") for row in result.rows):
-        sentences.append("* projected from fewer steps than an epoch has")
+    sentences = memory_to_spare(result)
     if any(row.oversubscribed for row in result.rows):
-        sentences.append(
-            "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
-        )
-    return [*sentences, *memory_to_spare(result)]
+        sentences.insert(0, OVERSUBSCRIBED)
+    if any(row.metrics.get("epoch_projected") for row in result.rows):
+        sentences.insert(0, "* projected from fewer steps than an epoch has")
+    return sentences
 
 
 def memory_to_spare(result: RunResult) -> list[str]:
@@ -141,9 +154,10 @@ def memory_to_spare(result: RunResult) -> list[str]:
     (metric, mode), best = ranking_metric(result), result.best
     if best is None or peak(best) <= 1 - SPARE_MEMORY:
         return []
-    others = [row for row in ran(rows_of(result)) if metric in row.metrics and peak(row) <= 1 - SPARE_MEMORY]
-    others.sort(key=lambda row: row.metrics[metric], reverse=mode == "max")
-    instead = f"take trial {others[0].id}, the next best that leaves {SPARE_MEMORY:.0%}" if others else "no trial leaves more"
+    others = [row for row in ran(result.rows) if metric in row.metrics and peak(row) <= 1 - SPARE_MEMORY]
+    pick: Callable[..., TrialRow | None] = max if mode == "max" else min
+    other = pick(others, key=lambda row: row.metrics[metric], default=None)
+    instead = f"take trial {other.id}, the next best that leaves {SPARE_MEMORY:.0%}" if other else "no trial leaves more"
     return [f"trial {best.id} took {peak(best):.1%} of a GPU's memory: a long run may not fit; {instead}"]
 
 
@@ -179,24 +193,3 @@ def written(item: Any) -> str:
             if strict_yaml.parse(item, "") == item:
                 return item
     return json.dumps(item)
-
-
-def lead(result: RunResult, rows: Sequence[Row]) -> list[str]:
-    """Say which of a sweep's trials won, why, by how much, and where its step time goes."""
-    best = best_of(result, rows)
-    if best is None:
-        count = f"{len(ended(rows))} of {names.counted(len(rows), 'trial')} have ended"
-        return ["no trial is complete: nothing to compare yet", *([count] if rows else [])]
-    unit, (metric, mode) = result.unit, ranking_metric(result)
-    shares = shares_text(best.metrics)
-    return [
-        f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}",
-        why(rows, best, metric, mode, unit),
-        *([f"its step: {shares}"] if shares else []),
-    ]
-
-
-def notes(result: RunResult, rows: Sequence[Row]) -> list[str]:
-    """Return further notes on a sweep: its front, trials without a result, and how certain the winner is."""
-    sure = [*bound(result), *doubts(result)] if result.best is not None else []
-    return [*on_the_front(result), *without_result(rows), *sure]

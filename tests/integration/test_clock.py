@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from service.report import wall_time as wall
+from service.report import timeline
 from service.runs.run_directory import reopen
 from tests.integration.conftest import Distill, records, result
 from tests.run_log import events_of
@@ -64,7 +64,7 @@ def test_epochs_do_not_wait_for_ray_and_the_parts_of_a_run_are_its_wall_time(dis
     run = distill.runs / "clock"
     distill.run("train", distill.experiment, "--out", run, *options(*TRAINED, "train.evaluate_every=3"))
     (stage,) = reopen(run)[2].stages
-    parts = wall.parts(stage)
+    parts = timeline.parts(stage)
     accounted_s = sum(seconds for name, seconds in parts.items() if name != "interruptions")
     assert accounted_s == pytest.approx(stage.seconds, rel=0.02, abs=SLACK_S)
     assert result(run)["seconds"] - stage.seconds > 0

@@ -45,14 +45,8 @@ def loader(image_ms: float, *, read_wait: float = 0.0, cpu: float = 0.0, core_wa
 
 def run_of(*ranks: RankTimes, **changes: Any) -> Evidence:
     """The healthy run with these ranks, each of which has 64 images. What the one that waits least waits is the all-reduce's."""
-    waits_ms = [rank.allreduce_wait_ms for rank in ranks if rank.allreduce_wait_ms is not None]
-    changes = ({"exposed_ms": min(waits_ms)} if waits_ms else {}) | changes
-    for_ranks = [
-        rank
-        if rank.allreduce_wait_ms is None
-        else replace(rank, waits_for_ranks_ms=rank.allreduce_wait_ms - changes["exposed_ms"])
-        for rank in ranks
-    ]
+    changes = {"exposed_ms": min(rank.allreduce_wait_ms for rank in ranks)} | changes
+    for_ranks = [replace(rank, waits_for_ranks_ms=rank.allreduce_wait_ms - changes["exposed_ms"]) for rank in ranks]
     return replace(HEALTHY, ranks=tuple(for_ranks), global_batch=64 * len(ranks), **changes)
 
 

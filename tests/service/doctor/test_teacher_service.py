@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from service.doctor.causes import cheaper_teacher, enough_actors
+from service.doctor.causes import causes, enough_actors
 from tests.service.doctor.runs import RANK, longer, run_of
 
 
@@ -18,4 +18,5 @@ def test_the_fewest_actors_that_hide_a_teacher_answer_as_fast_as_its_students_st
 @pytest.mark.parametrize("memory_mib", [None, 1000.0])
 def test_a_service_is_proposed_for_several_students_with_its_number_of_actors(memory_mib: float | None) -> None:
     heavy = run_of(longer(RANK, teacher=125), peak_memory_mib=memory_mib)  # 150 ms beside 75
-    assert "for several students side by side (sweep.max_concurrent), --set teacher.service=2, " in cheaper_teacher(heavy)
+    change = next(cause.change for cause in causes(heavy) if cause.name == "teacher-bound")
+    assert "for several students side by side (sweep.max_concurrent), --set teacher.service=2, " in change

@@ -94,7 +94,7 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     assert astuple(e.loader) == pytest.approx((2.0 - slower_ms, 0.8 - slower_ms, 0.5, 0.3))
     assert [(rank.loader_batch_ms, rank.loader_wait_ms) for rank in e.ranks] == [(30.0, 0.5), (31.0, 1.5)]
     assert e.nodes == (NodeUse(50.0), NodeUse(60.0, 9.0, 8.0))
-    assert e.gpus == (GpuUse("node0/gpu0", None, None, 1400.0, 1980.0, 32, 25.0),)
+    assert e.gpus == (GpuUse("node0/gpu0", None, 0.0, 1400.0, 1980.0, 32, 25.0),)
     assert e.clock == Clock(10.0, 3.0, 2.0, 1.0)
     assert (e.one_image_ms, e.passes_ms, e.peak_memory_mib, e.gpu_memory_mib) == (3.0, {16: 2.0}, 900.0, 81_000.0)
 
@@ -199,9 +199,3 @@ def test_set_with_a_directory_and_what_is_neither_are_one_line(run_dir: RunDir, 
     code, _, err = run(capsys, "doctor", "digitz")
     assert (code, err.count("\n")) == (2, 1)
     assert "did you mean digits?" in err
-
-
-def test_evidence_has_whether_the_run_has_ended() -> None:
-    loading = step_of(**{"phase/data_ms": 90.0, "loader/image_ms": 3.0})
-    assert not evidence_of(experiment(), loading).has_ended
-    assert evidence_of(experiment(), loading | {"steps": 100.0}).has_ended

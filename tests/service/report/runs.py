@@ -13,10 +13,10 @@ from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.charts import Figure
 from service.report.document import drawn
 from service.report.page import write_page
-from service.report.records import Records, Row, read_records
+from service.report.records import Records, read_records
 from service.runs.events import Event, event
 from service.runs.outcome import to_json
-from service.runs.result import RunResult
+from service.runs.result import RunResult, TrialRow
 from service.runs.run_log import read_log
 from tests.run_log import add, result_of, write_log
 from trainables.rundir import RunDir
@@ -231,10 +231,10 @@ def typed(result: Mapping[str, Any]) -> RunResult:
     return RunResult.model_validate({**sweep, "mode": "max", **result})
 
 
-def typed_row(row: Mapping[str, Any]) -> Row:
+def typed_row(row: Mapping[str, Any]) -> TrialRow:
     """A trial with these fields."""
     scale = {NUM_WORKERS: 1, GLOBAL_BATCH: 128, LOADER_WORKERS: 2}
-    return Row.model_validate({"params": {}, "scale": scale, **row})
+    return TrialRow.model_validate({"params": {}, "scale": scale, **row})
 
 
 def grow(run_dir: RunDir) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from service.report.records import rows_of
 from service.report.table import Table
 from service.report.tables import sweep_table
 from service.runs.run_directory import reopen
@@ -27,7 +26,7 @@ def printed(table: object, width: int, *, terminal: bool = True) -> list[str]:
 @pytest.mark.parametrize("width", [80, 100])
 def test_a_sweep_on_a_narrow_terminal_shows_what_decides_in_whole_words(tmp_path: Path, width: int) -> None:
     _, _, result = reopen(sweep_dir(tmp_path / "s", SPACE, ends=OOM, epochs=2).root)
-    lines = printed(sweep_table(result, rows_of(result)), width)
+    lines = printed(sweep_table(result), width)
     assert max(map(len, lines)) <= width
     text = " ".join(lines)
     assert result.best is not None
@@ -54,14 +53,14 @@ def test_rows_that_fit_no_table_are_paragraphs_with_everything_in_them(tmp_path:
     space = {**SPACE, "data.stage": ["none", path], "distill.method": ["kd"], "precision": ["fp32"]}
     _, _, result = reopen(sweep_dir(tmp_path / "s", space).root)
     for width in (40, 80):
-        text = "".join(printed(sweep_table(result, rows_of(result)), width)).replace(" ", "")
+        text = "".join(printed(sweep_table(result), width)).replace(" ", "")
         assert f"data.stage{path},distill.methodkd" in text
         assert "notshown" not in text
 
 
 def test_a_file_has_every_column(tmp_path: Path) -> None:
     _, _, result = reopen(sweep_dir(tmp_path / "s", SPACE, ends=OOM, epochs=2).root)
-    lines = printed(sweep_table(result, rows_of(result)), 160, terminal=False)
+    lines = printed(sweep_table(result), 170, terminal=False)
     assert all(column in lines[2] for column in ("data wait s (min–max)", "s/epoch", "status"))
 
 

@@ -8,10 +8,8 @@ import pytest
 from rich.console import Console
 
 from service.report.labels import number
-from service.report.records import rows_of, running_stage_lines
-from service.report.table import Table
-from service.report.tables import node_table, phase_table
-from service.report.tables import sweep_table as table_of_rows
+from service.report.records import running_stage_lines
+from service.report.tables import node_table, phase_table, sweep_table
 from service.report.terminal import overview, report_of, verdict
 from service.runs.display import output
 from service.runs.events import event
@@ -52,12 +50,8 @@ def result() -> RunResult:
     return typed({"status": "running", "space": SCALE, "trials": rows, "use_gpu": True})
 
 
-def sweep_table(swept: RunResult) -> Table:
-    return table_of_rows(swept, rows_of(swept))
-
-
 def shown(renderable: object) -> str:
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (closed with the process)
+    console = Console(width=170, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (closed with the process)
     console.print(renderable)
     return console.export_text()
 
@@ -69,7 +63,7 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
     assert "oom: rank 0: CUDA out of memory" in text
     for gpu, unit in {True: "GPUs", False: "workers"}.items():
         columns = sweep_table(result().model_copy(update={"use_gpu": gpu})).columns
-        assert columns[:5] == ["trial", "status", unit, "batch", "loader workers"]
+        assert columns[:5] == ["trial", "status", unit, "global batch", "loader workers"]
 
 
 def test_each_teacher_has_one_line_whoever_learned_from_it_and_wherever_it_was_trained(tmp_path: Path) -> None:

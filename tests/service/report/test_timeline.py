@@ -36,16 +36,14 @@ def test_accuracy_is_over_wall_time_in_a_unit_that_suits() -> None:
     assert accuracy({"trial 000": [record("start", 0, 0, 0.0)]}, []) is None
 
 
-def test_the_chosen_trials_are_in_the_first_colors_and_the_others_faint() -> None:
+def test_the_chosen_trials_are_in_the_first_colors_and_the_numbers_are_of_all() -> None:
     histories = dict(trained(f"trial {number:03d}", [10.0] * 4) for number in range(100))
     chosen = [f"trial {number:03d}" for number in (8, 2, 5)]
     figure = shown(accuracy(histories, chosen))
-    in_color = [trace for trace in figure.traces if trace.get("opacity", 1.0) == 1.0]
-    assert [trace["name"] for trace in in_color] == chosen
-    assert [trace["line"]["color"] for trace in in_color] == list(PALETTE[:3])
-    assert len(figure.traces) == 3 + 60
+    assert [trace["name"] for trace in figure.traces] == chosen
+    assert [trace["line"]["color"] for trace in figure.traces] == list(PALETTE[:3])
     assert len(figure.numbers.rows) == 100
-    assert figure.caption.endswith(" In color: the best and the most accurate of 100.")
+    assert figure.caption.endswith(" Of 100: the best and the most accurate.")
 
 
 def test_hardware_has_a_line_a_gpu_and_no_legend_of_many() -> None:

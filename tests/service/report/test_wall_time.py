@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from service.report.wall_time import of_run, parts, wall_time
+from service.report.timeline import parts, wall_time, wall_time_of_run
 from service.runs.outcome import Outcome
 from tests.service.report.runs import shown, typed
 
@@ -38,18 +38,17 @@ def test_parts_are_the_drivers_clock() -> None:
     assert parts(entry(104.0))["interruptions"] == pytest.approx(15.0)
     assert parts(entry(30.0))["interruptions"] == 0.0  # a resumed stage: its clock knows more than this driver
     assert parts(Outcome(status="ok", metrics={"steps": 3.0}, seconds=9.0)) == {}
-    assert parts(Outcome(status="ok", metrics={"wall_s": 3.0}, seconds=9.0)) == {}
 
 
 def test_the_figure_says_what_lies_outside_the_stages() -> None:
     stages = [{"stage": name, "model": "resnet8", "status": "ok", **plain(89.0)} for name in ("teacher", "student")]
-    figure = shown(of_run(typed({"kind": "train", "seconds": 190.0, "stages": stages})))
+    figure = shown(wall_time_of_run(typed({"kind": "train", "seconds": 190.0, "stages": stages})))
     assert "The run took 190 s, including 12 s outside its stages" in figure.caption
     assert [trace["name"] for trace in figure.traces] == ["start", "training", "evaluation", "checkpoints", "other", "end"]
     assert list(figure.numbers.rows[0]) == ["teacher", "12.00", "60.00", "10.00", "4.00", "2.00", "1.00", "0.00", "89.00"]
-    assert of_run(typed({"kind": "train"})) is None
+    assert wall_time_of_run(typed({"kind": "train"})) is None
     for untrue in ({"seconds": 25.0}, {"seconds": 190.0, "status": "running"}):  # a killed session is missing; still going on
-        assert "The run took" not in shown(of_run(typed({"kind": "train", "stages": stages, **untrue}))).caption
+        assert "The run took" not in shown(wall_time_of_run(typed({"kind": "train", "stages": stages, **untrue}))).caption
 
 
 def test_trials_without_a_clock_on_record_are_left_out() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.report.terminal import progress, rows_on_screen
+from service.report.terminal import rows_on_screen
 from service.runs.events import EventTail
 from service.runs.run_directory import abandoned
 from tests.run_log import add
@@ -45,7 +45,7 @@ def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.Ca
     code, out, _ = run(capsys, "report", run_dir.root, "--watch")
     thread.join()
     assert code == 0
-    assert out.startswith("demo: 3 of 4 trials, best ")
+    assert out.startswith("sweep demo in ")
     assert "best: trial " in out
     assert "All points measured: 4 points, the whole space." in out
     assert out.endswith(f"page: {run_dir.report}\n")
@@ -99,20 +99,3 @@ def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
     rows = [typed_row({"id": f"{n:03d}", "status": "ok" if n < 90 else "pending"}) for n in range(100)]
     assert rows_on_screen(typed({"trials": rows, "chosen": "003"}), 32) == {"003", *(f"{n:03d}" for n in range(70, 90))}
     assert rows_on_screen(typed({"trials": rows[:2], "chosen": "000"}), 40) == {"000", "001"}
-
-
-def test_a_sweeps_progress_is_that_of_its_points_and_not_by_the_trainings_that_follow() -> None:
-    rows = [
-        typed_row({"id": "000", "status": "ok"}),
-        typed_row({"id": "001", "status": "untested"}),
-        typed_row({"id": "000-trained", "status": "ok", "speed_trial": "000"}),
-    ]
-    assert progress(typed({"name": "x", "status": "running", "trials": rows})) == "x: 1 of 2 trials"
-
-
-TEACHER = {"stage": "teacher", "model": "resnet8", "status": "ok"}
-
-
-def test_a_runs_progress_is_that_of_its_stages() -> None:
-    assert progress(typed({"name": "x", "status": "running", "stages": [TEACHER]})) == "x: running, teacher ended"
-    assert progress(typed({"name": "x", "status": "running"})) == "x: running"
