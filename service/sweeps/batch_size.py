@@ -27,7 +27,7 @@ from service.runs.stages.run_stages import UNTRAINED_TEACHER, run_stage
 from service.runs.stored.stored_runs import delete, display_name
 from service.runs.stored.stored_session import stored_session
 from service.search.points import SPARE_MEMORY, Observation
-from service.search.replay import observation
+from service.search.replay import observation, replay
 from service.search.rows import measurements
 from service.sweeps.sweep import sweep
 from trainables.config import DataIdentity
@@ -166,19 +166,19 @@ class Timing(NamedTuple):
 
 
 def timings(result: RunResult) -> dict[int, Timing]:
-    """The batches that were tried, in order."""
-    found = {}
+    """The batches that were tried, in order; speeds are those of the search's model, which has seen all measurements."""
+    planner, found = replay(result), dict[int, Timing]()
+    step_s = {planner.points[row][GLOBAL_BATCH]: float(planner.step_s()[0][row]) for row in planner.measured_rows}
     for row in result.rows:
         batch, seen = row.scale.global_batch_size, [observation(one) for one in measurements(row)]
         limits = [*seen, *(one for timed, one in teacher_timings(result).items() if timed <= batch)]
-        images_per_s = row.metrics.get("images_per_s", 0.0)
-        problem = "" if images_per_s else str(row.status)
+        problem = "" if batch in step_s else str(row.status)
         if any(one.status == "oom" for one in limits):
             problem = "out of memory"
-        elif images_per_s and not all(one.leaves_memory for one in limits):
+        elif batch in step_s and not all(one.leaves_memory for one in limits):
             problem = LITTLE_MEMORY
         if seen:
-            found[batch] = Timing(images_per_s, problem)
+            found[batch] = Timing(batch / step_s[batch] if batch in step_s else 0.0, problem)
     return found
 
 
