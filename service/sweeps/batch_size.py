@@ -7,6 +7,7 @@ best for the student, since it has to fit as well.
 
 import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from service.runs.run_directory import begin_run, has_begun, locked_run, reopen,
 from service.runs.run_log import read_log
 from service.runs.session import ResultReporter, Session, open_session
 from service.runs.stages.run_stages import UNTRAINED_TEACHER, run_stage
-from service.runs.stored.stored_runs import delete, display_name
+from service.runs.stored.stored_runs import delete, display_name, fetch_records
 from service.runs.stored.stored_session import stored_session
 from service.search.points import SPARE_MEMORY, Observation
 from service.search.replay import observation, replay
@@ -55,20 +56,21 @@ def with_batch_size(resolved: Resolved, run_dir: RunDir, reporter: ResultReporte
     if resolved.experiment.data.global_batch_size != AUTO or data is None:
         return resolved
     try:
-        with locked_run(run_dir):
-            result = time_batches(resolved, run_dir, reporter, data)
-            use_copies_of(run_dir)
+        with (
+            locked_run(run_dir),
+            stored_session(run_dir, notice) as store,
+            contextlib.closing(DriverLog(run_dir.events, store)) as log,
+        ):
+            result = time_batches(resolved, run_dir, reporter, data, log)
+            use_copies_of(run_dir)  # the sweep has used its own
             delete(RunDir(run_dir.batch_size).stage(UNTRAINED_TEACHER).best)
             batch = choose(timings(result), result.tolerance)
-            decided, lines = resolved.override({GLOBAL_BATCH: batch}, TIMED), list[str]()
-            with notices_to(lines.append):
+            decided = resolved.override({GLOBAL_BATCH: batch}, TIMED)
+            log.record("result", changes={"sources": decided.sources})
+            with recorded_notices(log):
                 notice(describe(decided, batch, result, run_dir))
                 note_warmup(decided.experiment, data.train.num_images)
-            with stored_session(run_dir, notice) as store, contextlib.closing(DriverLog(run_dir.events, store)) as log:
-                log.record("result", changes={"sources": decided.sources})
-                for line in lines:
-                    log.record("notice", text=line)
-                write_text(run_dir.experiment, decided.to_yaml())
+            write_text(run_dir.experiment, decided.to_yaml())
             return decided
     except DistillError:
         untracked = resolved.override({"tracking.enabled": False}, TIMED)  # MLflow would keep `auto` for good
@@ -76,15 +78,29 @@ def with_batch_size(resolved: Resolved, run_dir: RunDir, reporter: ResultReporte
             raise
 
 
-def time_batches(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity) -> RunResult:
-    """Run the timing sweep of a training's run, or what is left of it. Raises what `sweep` raises."""
+def recorded_notices(log: DriverLog) -> AbstractContextManager[None]:
+    """Record the notices inside the context in a run's log."""
+
+    def record(line: str) -> None:
+        log.record("notice", text=line)
+
+    return notices_to(record)
+
+
+def time_batches(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity, log: DriverLog) -> RunResult:
+    """Run the timing sweep of a training's run, or what is left of it. `log` is the training's. Raises what `sweep` raises."""
     sweep_dir = RunDir(run_dir.batch_size)
+    fetch_records(sweep_dir.root)
     if not has_begun(sweep_dir.root):
-        timing = timing_sweep(resolved, batches_to_try(resolved, len(data.classes)))
+        batches = batches_to_try(resolved, len(data.classes))
+        with recorded_notices(log):  # the run is in its object store from here on
+            notice(f"data.global_batch_size: auto: timing {', '.join(map(str, batches))} first")
+        timing = timing_sweep(resolved, batches)
         begin_run(timing, "sweep", sweep_dir, runs_root_of(read_log(run_dir).result))
-    timing, _, result = reopen(sweep_dir.root, to_continue=True)
-    if result.status == "complete":
-        return result
+    else:
+        timing, _, result = reopen(sweep_dir.root, to_continue=True)
+        if result.status == "complete":
+            return result
     then = time_teacher if "teacher" in timing.experiment.trained_before else None
     return sweep(timing, sweep_dir, reporter, then=then)
 
@@ -171,11 +187,15 @@ def timings(result: RunResult) -> dict[int, Timing]:
     step_s = {planner.points[row][GLOBAL_BATCH]: float(planner.step_s()[0][row]) for row in planner.measured_rows}
     for row in result.rows:
         batch, seen = row.scale.global_batch_size, [observation(one) for one in measurements(row)]
-        limits = [*seen, *(one for timed, one in teacher_timings(result).items() if timed <= batch)]
-        problem = "" if batch in step_s else str(row.status)
-        if any(one.status == "oom" for one in limits):
+        teacher = [one for timed, one in teacher_timings(result).items() if timed <= batch]
+        problem = ""
+        if any(one.status == "oom" for one in seen):
             problem = "out of memory"
-        elif batch in step_s and not all(one.leaves_memory for one in limits):
+        elif batch not in step_s:
+            problem = str(row.status)
+        elif any(one.status == "oom" for one in teacher):
+            problem = "the teacher runs out of memory"
+        elif not all(one.leaves_memory for one in (*seen, *teacher)):
             problem = LITTLE_MEMORY
         if seen:
             found[batch] = Timing(batch / step_s[batch] if batch in step_s else 0.0, problem)

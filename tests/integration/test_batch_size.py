@@ -33,7 +33,8 @@ def test_a_training_times_batches_first_and_a_killed_one_goes_on_with_those_that
     assert result(run)["status"] == result(sweep)["status"] == "complete"
     assert records(run, "start")[0]["metrics"]["steps_per_epoch"] == 512 // batch
     assert records(sweep, "summary", f"teacher-{batch}")
-    (line,) = read_log(RunDir(run)).result.notices
+    first, line = read_log(RunDir(run)).result.notices
+    assert first == "data.global_batch_size: auto: timing 8, 16, 32 first"
     assert line.startswith(f"data.global_batch_size: auto is {batch}, the smallest batch within 2.5% of the most images/s (8: ")
     assert result(run)["sources"]["data.global_batch_size"] == TIMED
     assert not list(sweep.rglob("*.safetensors"))

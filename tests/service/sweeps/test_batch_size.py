@@ -107,6 +107,7 @@ def test_the_batch_fits_the_training_of_the_teacher_too() -> None:
     assert choose(timings(result), 0.025) == 256
     limited = result.model_copy(update={"stages": rows.result([], stages=[teacher(256, "oom")]).stages})
     assert choose(timings(limited), 0.025) == 128
+    assert str(timings(limited)[256]).endswith(" images/s, the teacher runs out of memory")
     limited = rows.result([timed(64, 0.1), timed(128, 0.15)], stages=[teacher(128, "ok", 990.0), teacher(64, "ok", 900.0)])
     assert choose(timings(limited), 0.025) == 64
 
