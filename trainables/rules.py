@@ -538,6 +538,18 @@ RULES: tuple[Rule, ...] = (
 """What every job must keep."""
 
 
+BATCH_RULES: tuple[Rule, ...] = tuple(
+    rule
+    for others, why in (
+        ("scale.min_workers", "since a worker's part of the batch grows where workers are lost"),
+        ("train.max_steps", "a timing run, which times one batch"),
+        ("assistants", "of which it is not known which batch fits"),
+    )
+    for rule in _clash("data.global_batch_size=auto", others, why)
+)
+"""What an experiment must keep whose batch is not decided yet; `RULES` are about a number."""
+
+
 def _idle_schedule(method: MethodNeeds) -> str | None:
     """An option that changes a weight in time, of a method whose weight counts in its init stage alone."""
     defaults = MethodOptions()

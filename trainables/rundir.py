@@ -192,6 +192,8 @@ class RunDir:
     tune = _RelativePath("ray")
     """Ray Tune's and Ray Train's own storage."""
     trials = _RelativePath("trials")
+    batch_size = _RelativePath("batch-size")
+    """The run of the timing sweep that has decided `data.global_batch_size: auto`."""
     methods = _RelativePath("methods")
     """Copies of the method files that the experiment names."""
     methods_index = _RelativePath("methods", "index.json")

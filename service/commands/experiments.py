@@ -9,13 +9,16 @@ from rich.text import Text
 
 from service.commands.options import SET, experiment_file
 from service.commands.path_types import RecipeOrKey
+from service.config.batch_size import AUTO
 from service.config.dotted import flatten
 from service.config.experiment import load
 from service.config.files import recipes
 from service.config.messages import source_of_key
 from service.config.reference import keys_below
 from service.config.schema import Experiment
+from service.config.space import GLOBAL_BATCH
 from service.runs.display import output
+from service.runs.run_directory import decided_keys
 from service.runs.stored.stored_runs import display_name
 from trainables.errors import DistillError
 
@@ -64,12 +67,17 @@ def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
     path = Path(recipe_or_file)
     names = {recipe_or_file: display_name(path)} if path.is_file() else {}
     sources = {key: names.get(source, source) for key, source in resolved.sources.items()}
+    for key, source in decided_keys(path).items():
+        if sources.get(key) == display_name(path):
+            sources[key] = source
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
     comments = {key: f"# {source_of_key(key, sources, 'default')}" for key in texts}
     left, middle, right = (max(map(len, column.values())) for column in ({key: key for key in texts}, texts, comments))
     middle = min(60, middle, max(10, output().width - left - right - 4))
     for key, text in texts.items():
         click.echo(f"{key:{left}}  {text:{middle}}  {comments[key]}")
+    if flat[GLOBAL_BATCH] == AUTO:
+        click.echo(f"# {GLOBAL_BATCH} is decided when `distill train` begins: it times batches")
     for line in model_inputs(resolved.experiment):
         click.echo(f"# {line}")
 

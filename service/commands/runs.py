@@ -193,10 +193,13 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
     from service.report import end_of_run
     from service.runs.stored.stored_runs import display_name, shell_name
     from service.runs.train import train as run_train
+    from service.sweeps.batch_size import with_batch_size
     from service.sweeps.sweep import sweep as run_sweep
     from trainables.errors import ClusterError
 
     try:
+        if kind == "train":
+            resolved = with_batch_size(resolved, run_dir, end_of_run, data)
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run, data)
     except KeyboardInterrupt:
         click.echo(f"interrupted; continue with: distill resume {shell_name(run_dir.root)}", err=True)

@@ -15,13 +15,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.config import strict_yaml
+from service.config.batch_size import AUTO
 from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
 from service.config.paths import absolute_paths
 from service.config.rules import MethodFiles, check_rules, model_names
 from service.config.schema import MAX_NAME, Experiment
-from service.config.space import SpaceError, check_space
+from service.config.space import GLOBAL_BATCH, SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.uris import checked_uri, secret_refusal
 from trainables.data.source import SOURCES
@@ -218,12 +219,14 @@ def _check_sweep(sweep: SweepConfig) -> None:
     except SpaceError as error:
         raise ConfigProblems([(searched, f"{searched}: {error}")]) from error
     keys = list(known_keys(Experiment))
-    for key in sweep.axes:
+    for key, values in sweep.axes.items():
         known = key in keys or (key.startswith("distill.options.") and key.count(".") == 3)
         problem = None
         if not known or key.startswith(("sweep", "tracking", "name")):
             problem = f"no such key to search over{'' if known else nearest(key, keys)}"
         elif key.startswith(("teacher", "assistants")):
             problem = "one teacher is prepared and shared by all trials: run a sweep for each teacher"
+        elif key == GLOBAL_BATCH and isinstance(values, list) and AUTO in values:
+            problem = f"{AUTO} is decided when `distill train` begins: list numbers"
         if problem is not None:
             raise ConfigProblems([(searched, f"{searched}: {key}: {problem}")])

@@ -52,6 +52,7 @@ OTHER_NAMES: dict[str, str] = {
         ("batch_size", "samples_per_gpu", "train_batch_size", "per_device_train_batch_size"),
         "data.global_batch_size, of all workers together",
     ),
+    **dict.fromkeys(("auto_scale_batch_size", "auto_find_batch_size"), "write data.global_batch_size: auto"),
     "data.num_workers": "data.loader_workers",
     "num_workers": "write scale.num_workers, the number of GPUs, or data.loader_workers, the decode threads of each",
     "workers": "data.loader_workers",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from service.config.batch_size import with_number
 from service.config.messages import SETTABLE, ConfigProblems, problems_of
 from service.config.schema import Experiment
 from service.config.sweep import OF_LABELS, SweepConfig
@@ -17,6 +18,7 @@ from trainables.config.models import ModelConfig
 from trainables.errors import ExperimentError
 from trainables.methods.registry import METHODS, check_name, load_method
 from trainables.rules import (
+    BATCH_RULES,
     METHOD_RULES,
     RULES,
     MethodNeeds,
@@ -75,7 +77,9 @@ _RULES: tuple[Rule, ...] = (
 
 def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
     """Refuse what does not go together, methods that do not exist, and options that they do not have. Raises ConfigProblems."""
-    if problem := first_problem(experiment, (*RULES, *_RULES)):
+    problem = first_problem(experiment, BATCH_RULES)
+    experiment = with_number(experiment)
+    if problem := problem or first_problem(experiment, (*RULES, *_RULES)):
         raise ConfigProblems([("", problem)])
     paths = [path for name in method_names(experiment) if (path := file_of(name)) is not None]
     if paths and (files == "ignore" or (files == "run if present" and not all(path.is_file() for path in paths))):

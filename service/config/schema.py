@@ -9,6 +9,7 @@ from pydantic import Field
 from service.config.sweep import TIME, SweepConfig
 from trainables.config import (
     AssistantConfig,
+    Count,
     DataConfig,
     DistillConfig,
     EvalConfig,
@@ -30,6 +31,17 @@ MAX_NAME = 150
 """Characters of an experiment's name: its run directories, MLflow runs and Ray jobs are called after it."""
 
 
+class WrittenDataConfig(DataConfig):
+    """Which images to use, and how they reach a worker."""
+
+    # Wider than the base class, which is what workers get: `auto` is a number by then.
+    global_batch_size: Count | Literal["auto"] = Field(  # type: ignore[assignment]
+        128,
+        description="samples per optimizer step over all workers; auto: `distill train` times batches first, and takes the "
+        "smallest that is about as fast as the fastest that fits",
+    )
+
+
 class TrackingConfig(Section):
     """The MLflow store of the records."""
 
@@ -48,7 +60,7 @@ class Experiment(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)] = Field(
         "experiment", description="of run directories, MLflow runs and Ray jobs; absent from a file: the file's name"
     )
-    data: DataConfig = DataConfig()
+    data: WrittenDataConfig = WrittenDataConfig()
     teacher: TeacherConfig | None = None
     teachers: tuple[TeacherOfSeveralConfig, ...] = Field(
         (),

@@ -91,8 +91,10 @@ def evidence_of(
     evaluated = [line["metrics"]["val/num_images"] for line in lines if "val/num_images" in line["metrics"]]
     samples, epochs = start.get("samples_per_epoch"), _epochs(lines)
     numbers = sorted({int(match[1]) for name in metrics if (match := re.match(r"node(\d+)/", name))})
+    batch = experiment.data.global_batch_size
+    assert isinstance(batch, int)  # it is `auto` only until something is timed
     return Evidence(
-        global_batch=experiment.data.global_batch_size,
+        global_batch=batch,
         ranks=_ranks(metrics, num_workers),
         loader_workers=loader_workers if isinstance(loader_workers, int) else 1,
         accumulate=experiment.optim.accumulate,

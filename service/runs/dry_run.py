@@ -71,8 +71,9 @@ def note_cache_size(experiment: Experiment, num_images: int, num_classes: int) -
 
 def note_warmup(experiment: Experiment, num_images: int) -> None:
     """Say where the student's training is shorter than its `optim.warmup_steps`. `num_images`: of the training split."""
-    optim, batch = experiment.optim, experiment.data.global_batch_size
-    per_epoch = num_images // batch if experiment.data.last_batch == "drop" else -(-num_images // batch)
+    config = experiment.stage("student", Path("/"), {})
+    optim, batch = config.optim, config.data.global_batch_size
+    per_epoch = num_images // batch if config.data.last_batch == "drop" else -(-num_images // batch)
     if optim.warmup_steps > (steps := optim.epochs * per_epoch):
         notice(f"optim.warmup_steps {optim.warmup_steps:,}: the training has {steps:,}, all of which are warm-up")
 

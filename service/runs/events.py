@@ -54,7 +54,7 @@ FIELDS: dict[str, dict[str, type]] = {
 """
 ONCE = ("start", "step", "epoch", "summary", "checkpoint")
 """Kinds that a stage has at most once per step, except for checkpoints in an object store."""
-OUTLIVES_NODE = frozenset({"session_begun", "session_ended", "attempt", "checkpoint", "stage_ended", "trial_ended"})
+OUTLIVES_NODE = frozenset({"notice", "session_begun", "session_ended", "attempt", "checkpoint", "stage_ended", "trial_ended"})
 """Kinds that an object store must have, with all earlier events, before their sender continues."""
 _HEAD = re.compile(rb'\{"kind": "(\w+)"(?:, "stage": "([^"\\]*)")?, "time_ms": (\d+)')
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.cluster.resources import Cluster, Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
+from service.config.batch_size import AUTO
 from service.config.dotted import put
 from service.config.paths import absolute_paths
 from service.config.schema import Experiment
@@ -95,13 +96,15 @@ class Plan:
         """Describe in one line what runs where, marking every value that was `auto`."""
         scale = self.experiment.scale
         kind = "GPU" if self.use_gpu else "CPU"
+        batch = self.experiment.data.global_batch_size
+        timed = " (timed first)" if batch == AUTO else ""
         auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
         stages = f" ({scale.num_replicas} × {scale.pipeline_stages} pipeline stages)" if scale.pipeline_stages > 1 else ""
         loaders = f"{self.loader_workers} loader worker{'s' * (self.loader_workers != 1)}{auto}"
         minimum = f"{scale.min_workers} to " if scale.min_workers is not None else ""
         line = (
             f"{minimum}{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''}{stages} × "
-            f"{loaders}, global batch {self.experiment.data.global_batch_size}, "
+            f"{loaders}, global batch {batch}{timed}, "
             f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) != 1 else ''}"
         )
         if cluster.autoscaled:

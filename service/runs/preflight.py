@@ -5,11 +5,13 @@ read. The cheapest check comes first; only the last ones import torch.
 """
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
+from service.config.batch_size import AUTO, with_number
 from service.config.experiment import Resolved, read_resolved
 from service.config.rules import method_names
 from service.config.schema import Experiment
@@ -41,8 +43,11 @@ PROBED_IMAGES = 8
 def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
     """Refuse a run that its workers would refuse later.
 
-    Returns the experiment with its `teacher.finetune`, and what its data is. Raises DistillError.
+    Returns the experiment with its `teacher.finetune`, and what its data is. With `data.global_batch_size: auto`, the smallest
+    batch that will be tried is checked. Raises DistillError.
     """
+    written = resolved.experiment.data
+    resolved = replace(resolved, experiment=with_number(resolved.experiment))
     experiment = resolved.experiment
     check_services(experiment, "train")
     if is_local():  # a cluster's size is known once we are connected
@@ -50,10 +55,11 @@ def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
         Plan.on(experiment, capacity).check(capacity)
     resolved, data = check_data(resolved)
     check_fits(resolved.experiment, len(data.classes), ["student"])
-    note_warmup(resolved.experiment, data.train.num_images)
+    if written.global_batch_size != AUTO:
+        note_warmup(resolved.experiment, data.train.num_images)
     if resolved.experiment.written_cache("train") is not None:
         note_cache_size(resolved.experiment, data.train.num_images, len(data.classes))
-    return resolved, data
+    return replace(resolved, experiment=resolved.experiment.model_copy(update={"data": written})), data
 
 
 def check_services(experiment: Experiment, kind: Kind) -> None:

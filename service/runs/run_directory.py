@@ -7,10 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from service.config.batch_size import AUTO, TIMED
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.config.paths import absolute_paths
+from service.config.space import GLOBAL_BATCH
 from service.runs.events import event, first_event, to_line
 from service.runs.finetuning import OTHER_CLASSES
 from service.runs.method_copies import copy_methods, use_copies_of
@@ -33,6 +36,8 @@ from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, StageDir, create_private, unwritable_reason, write_atomic, write_text
 from trainables.user_code import file_of, option_key
 
+DECIDED: dict[str, tuple[str, Any]] = {"teacher.finetune": (OTHER_CLASSES, None), GLOBAL_BATCH: (TIMED, AUTO)}
+"""Keys that a run decides once: the source that they have then, and the value from which it decides."""
 RUN_NAME = "RAYDISTILL_RUN_NAME"
 """Environment variable of a submitted job with the name of the run that it begins."""
 
@@ -48,14 +53,24 @@ def check_same(kind: Kind, resolved: Resolved, path: Path) -> None:
     trees = [each.experiment.model_dump(mode="json") for each in (resolved, begun)]
     # The folder of a method's file may differ, as between Ray jobs: the run uses its copy.
     wanted, begun_with = (flatten(tree) | absolute_paths(tree, method=_by_file_name) for tree in trees)
-    if begun.sources.get("teacher.finetune") == OTHER_CLASSES and wanted.get("teacher.finetune") is None:
-        begun_with["teacher.finetune"] = None
+    for key, (source, written_value) in DECIDED.items():
+        if begun.sources.get(key) == source and wanted.get(key) == written_value:
+            begun_with[key] = written_value
     differing = [key for key in sorted({*wanted, *begun_with}) if wanted.get(key) != begun_with.get(key)]
     if result.kind != kind or differing:
         value = begun_with.get(differing[0]) if differing else None
         written = "" if isinstance(value, list | dict) else f" ({value})"  # the points of a sweep are many
         other = f"a {result.kind}" if result.kind != kind else f"another {differing[0]}{written}"
         raise ExperimentError(f"{display_name(path)} has a run with {other}: {_instead(path)}")
+
+
+def decided_keys(file: Path) -> dict[str, str]:
+    """Return the keys that a run has decided, with their sources, if `file` is a run's `experiment.yaml`."""
+    run_dir = RunDir(file.parent)
+    if file.name != run_dir.experiment.name or not has_begun(run_dir.root):
+        return {}
+    sources = read_log(run_dir).result.sources
+    return {key: source for key, (source, _) in DECIDED.items() if sources.get(key) == source}
 
 
 def _by_file_name(method: str) -> str:

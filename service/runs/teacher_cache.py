@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.cluster.connect import SHARED_RUNS, connect
+from service.config.batch_size import refuse_auto
 from service.config.experiment import Resolved
 from service.config.schema import Experiment
 from service.runs.display import Display, wait_for
@@ -30,6 +31,7 @@ def fill_cache(resolved: Resolved, root: Path, publish: Path | None = None) -> s
     Raises DistillError.
     """
     experiment, teachers = resolved.experiment, resolved.experiment.all_teachers
+    refuse_auto(experiment, "cache")
     if not teachers or teachers[0].cache is None:
         raise ExperimentError("teacher.cache: names no folder to fill: write --set teacher.cache=FOLDER")
     if publish is not None:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from service.config.space import GLOBAL_BATCH
 from service.search.points import (
-    SPARE_MEMORY,
     Array,
     Flags,
     Hardware,
@@ -364,7 +363,7 @@ class Planner:
         for row, one in self.history:
             if one.status == "oom":
                 handicap_M[row] += RAN_OUT_OF_MEMORY
-            elif one.room < 1 / (1 - SPARE_MEMORY):
+            elif not one.leaves_memory:
                 handicap_M[row] = max(handicap_M[row], math.log1p(self.tolerance) / 2)
         return handicap_M
 

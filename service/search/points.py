@@ -50,6 +50,11 @@ class Observation:
             return math.inf
         return self.gpu_memory_mib / self.peak_memory_mib
 
+    @property
+    def leaves_memory(self) -> bool:
+        """Whether it left enough of a GPU's memory for a long run, see `SPARE_MEMORY`."""
+        return self.room >= 1 / (1 - SPARE_MEMORY)
+
 
 def identity(point: Point) -> tuple[tuple[str, str], ...]:
     """A point's name: equal for equal points, whatever the order of their keys."""

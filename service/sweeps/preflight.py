@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from service.cluster.resources import Cluster, is_local, local_capacity
+from service.config.batch_size import refuse_auto
 from service.config.experiment import Resolved
 from service.config.sweep import ACCURACIES, TIME
 from service.runs.dry_run import check_fits, note_cache_size, num_classes_of
@@ -23,6 +24,7 @@ def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     Raises DistillError: the sweep is refused.
     """
     experiment = resolved.experiment
+    refuse_auto(experiment, "sweep", "write a number, and batches to compare as sweep.space: {data.global_batch_size: [64, 128]}")
     if experiment.scale.min_workers is not None:
         raise ExperimentError("scale.min_workers: a trial has a fixed number of workers: write one number in scale.num_workers")
     if experiment.train.max_steps is not None and experiment.sweep.metric in (*ACCURACIES, TIME):

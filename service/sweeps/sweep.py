@@ -1,5 +1,6 @@
 """Runs a sweep: trains its teacher once, then its trials with Ray Tune, one row each. A resumed sweep runs nothing twice."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from service.cluster.connect import connect
@@ -29,8 +30,16 @@ from trainables.errors import ClusterError, TrainingError
 from trainables.rundir import RunDir
 
 
-def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity | None = None) -> RunResult:
+def sweep(
+    resolved: Resolved,
+    run_dir: RunDir,
+    reporter: ResultReporter,
+    data: DataIdentity | None = None,
+    then: Callable[[Session, Cluster], None] | None = None,
+) -> RunResult:
     """Start or resume a sweep. Returns the content of `result.json`. For `data` see `open_session`.
+
+    `then` is called after the trials, while Ray runs, if there is a trial with a result.
 
     Raises:
         DistillError: the sweep failed; `result.json` has the same message. A trial that fails is a row, not an error.
@@ -59,6 +68,8 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: D
                 check_driver_node(run_dir)
                 mark_unschedulable(trials, cluster)
                 run_trials(session, trials, cluster)
+                if then is not None and session.result.best is not None:
+                    then(session, cluster)
         finish(session, trials)
     return session.result
 

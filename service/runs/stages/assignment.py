@@ -39,10 +39,13 @@ class Assignment:
 
     def without(self, part: StepPart) -> "Assignment":
         """Return the stage under another name, without a part of its steps and without its init stage."""
-        name = f"{self.config.stage}-without-{part}"
+        other = self.named(f"{self.config.stage}-without-{part}")
+        return replace(other, config=other.config.model_copy(update={"omitted": part}), init=None)
+
+    def named(self, name: str) -> "Assignment":
+        """Return the stage under another name, in a folder of that name."""
         output_dir = str(self.stage_dir.root.with_name(name))
-        config = self.config.model_copy(update={"omitted": part, "stage": name, "output_dir": output_dir})
-        return replace(self, config=config, init=None)
+        return replace(self, config=self.config.model_copy(update={"stage": name, "output_dir": output_dir}))
 
     @property
     def log(self) -> "RunRecorder":

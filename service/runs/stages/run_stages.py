@@ -17,6 +17,9 @@ from service.runs.trial import run_to_end
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 
+UNTRAINED_TEACHER = "untrained-teacher"
+"""The folder of a timing run's teacher, where it has no weights."""
+
 
 def prepare_teacher(session: Session, plan: Plan) -> str | None:
     """Train the teacher and then each assistant, and return the path of the weights that the student learns from.
@@ -51,7 +54,7 @@ def untrained_teacher(session: Session) -> str | None:
 
     Raises DistillError: the data or the model cannot be opened.
     """
-    experiment, stage = session.experiment, session.run_dir.stage("untrained-teacher")
+    experiment, stage = session.experiment, session.run_dir.stage(UNTRAINED_TEACHER)
     teacher, data, assistants = experiment.teacher, experiment.data, experiment.assistants
     if teacher is not None and not teacher.needs_training and not teacher.head and not assistants:
         return teacher.weights

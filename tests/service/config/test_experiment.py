@@ -329,13 +329,16 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.global_batch_size=abc", '--set: data.global_batch_size: must be an integer, not "abc"'),
-        ("data.global_batch_size=64.5", "--set: data.global_batch_size: must be an integer, not 64.5"),
-        ("data.global_batch_size=true", "--set: data.global_batch_size: must be an integer, not true"),
-        ("data.global_batch_size=null", "--set: data.global_batch_size: must be an integer, not null"),
-        ("data.global_batch_size=0", "--set: data.global_batch_size: must be at least 1, not 0"),
-        ("data.global_batch_size=[64]", "--set: data.global_batch_size: must be an integer, not [64]"),
-        ("data.global_batch_size=" + "9" * 30, f"--set: data.global_batch_size: must be below 2147483648, not {'9' * 30}"),
+        ("data.global_batch_size=abc", '--set: data.global_batch_size: must be an integer or auto, not "abc"'),
+        ("data.global_batch_size=64.5", "--set: data.global_batch_size: must be an integer or auto, not 64.5"),
+        ("data.global_batch_size=true", "--set: data.global_batch_size: must be an integer or auto, not true"),
+        ("data.global_batch_size=null", "--set: data.global_batch_size: must be an integer or auto, not null"),
+        ("data.global_batch_size=0", "--set: data.global_batch_size: must be at least 1 or auto, not 0"),
+        ("data.global_batch_size=[64]", "--set: data.global_batch_size: must be an integer or auto, not [64]"),
+        (
+            "data.global_batch_size=" + "9" * 30,
+            f"--set: data.global_batch_size: must be below 2147483648 or auto, not {'9' * 30}",
+        ),
         ("data.loader_workers=abc", '--set: data.loader_workers: must be an integer or auto, not "abc"'),
         ("data.shuffle=true", "--set: data.shuffle: must be text, not true"),
         (
