@@ -229,12 +229,9 @@ class Sender:
     def _request(self, known: _RemoteRun, what: tuple[Any, ...], request: Callable[[], Any]) -> None:
         """Make a request, and count `what` if the store rejects it for good. Raises as `_refusal_of` does."""
         if reason := self._refusal_of(known, request):
-            self._skip(known, what, reason)
-
-    def _skip(self, known: _RemoteRun, what: tuple[Any, ...], reason: str) -> None:
-        if reason not in self._refused:
-            log.warning("tracking: skipped %s of %s: %s", redact(what[0]), known.key, redact(reason))
-        self._refused.setdefault(reason, set()).add((known.key, what))
+            if reason not in self._refused:
+                log.warning("tracking: skipped %s of %s: %s", redact(what[0]), known.key, redact(reason))
+            self._refused.setdefault(reason, set()).add((known.key, what))
 
     def _log(self, run: RunView, known: _RemoteRun) -> None:
         """Send the metrics, and the parameters and tags that the store lacks."""
@@ -253,10 +250,10 @@ class Sender:
     def _log_part(self, known: _RemoteRun, part: list[Row]) -> None:
         """Send rows in one request. If it is rejected, send its halves, until each rejected row is found and skipped."""
         entities = {kind: [entity(kind, *row) for of, row in part if of == kind] for kind in MAX_ROWS_OF}
-        reason = self._refusal_of(known, partial(self._client.log_batch, known.run_id, **entities, synchronous=True))
-        if reason and len(part) == 1:
-            self._skip(known, part[0][1], reason)
-        elif reason:
+        request = partial(self._client.log_batch, known.run_id, **entities, synchronous=True)
+        if len(part) == 1:
+            self._request(known, part[0][1], request)
+        elif self._refusal_of(known, request):
             for half in (part[: len(part) // 2], part[len(part) // 2 :]):
                 self._log_part(known, half)
 

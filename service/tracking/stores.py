@@ -11,7 +11,6 @@ from trainables.redact import redact
 from trainables.rundir import RunDir, unwritable_reason
 
 SERVERS = ("http://", "https://", "databricks")
-_SQLITE = b"SQLite format 3\0"
 
 NO_TELEMETRY = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 """Environment that turns off the telemetry of MLflow and its UI. MLflow reads it at import."""
@@ -59,7 +58,7 @@ def check_store(uri: str, experiment: str) -> None:
         raise ExperimentError(f"tracking.uri: {path} is not a file: write the path of one")
     if path.exists() and path.stat().st_size:
         with open(path, "rb") as file:
-            if file.read(len(_SQLITE)) != _SQLITE:
+            if file.read(16) != b"SQLite format 3\0":
                 raise ExperimentError(f"tracking.uri: {path} is not an SQLite database: choose another file")
 
 

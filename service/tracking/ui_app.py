@@ -16,7 +16,6 @@ from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 COOKIE = "raydistill_ui"
-_READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _READ_BY_POST = re.compile(
     r"/graphql|/(?:ajax-)?api/\d\.\d/mlflow/[\w-]+/"
     r"(?:search|search-datasets|get-latest-versions|presigned-download-url|batchGetInfos|metrics)"
@@ -50,8 +49,8 @@ class GuardedApp:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")  # as MLFLOW_TRACKING_TOKEN is sent
         if not self._is_token(bearer) and not self._is_token(request.cookies.get(COOKIE, "")):
             return PlainTextResponse("Open the address with the token that `distill ui` has printed.\n", 401)
-        reads = request.method in _READ_METHODS or (request.method == "POST" and _READ_BY_POST.fullmatch(request["path"]))
-        if not reads and not self._changes:
+        reads_by_post = request.method == "POST" and _READ_BY_POST.fullmatch(request["path"])
+        if request.method not in ("GET", "HEAD", "OPTIONS") and not reads_by_post and not self._changes:
             words = "These records can only be read here: start `distill ui --allow-changes` to change them.\n"
             return PlainTextResponse(words, 403)
         return None

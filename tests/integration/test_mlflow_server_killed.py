@@ -26,7 +26,7 @@ NUM_KILLS, MOST_REQUESTS = 20, 8
 """A server is killed in one of its first `MOST_REQUESTS` requests: sometimes before the sync has come to what is new."""
 BATCHES, RATES = [16, 32, 64], [0.1, 0.2, 0.3, 0.4]
 KEYS = (
-    "sweep.steps=4000",
+    "sweep.steps=1000",
     f"sweep.space={{data.global_batch_size: {BATCHES}, optim.lr: {RATES}}}",
     "tracking.enabled=true",
     "tracking.experiment=killed",
