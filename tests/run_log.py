@@ -17,7 +17,7 @@ from service.runs.outcome import to_json
 from service.runs.result import RunResult
 from service.runs.run_log import RunLog, read_log
 from service.runs.session import Session
-from service.tracking import Syncing
+from service.tracking.sync import Syncing
 from trainables.rundir import RunDir
 from trainables.worker.recorder import RunRecorder
 

@@ -217,7 +217,7 @@ def record_lines(run_dir: RunDir, result: RunResult, root: Path) -> list[str]:
     """Where the records of a run are in MLflow, and how to look at them: a server shows its own."""
     from service.runs.run_directory import runs_root_of
     from service.runs.stored.stored_runs import shell_name
-    from service.tracking import compare_urls, default_uri
+    from service.tracking.stores import compare_urls, default_uri
     from trainables.redact import redact
 
     if result.mlflow is None:

@@ -14,8 +14,8 @@ from service.commands.options import DIR, RUNS_OR_URI
 from service.runs.mlflow_view import MlflowView
 from service.runs.run_directory import as_it_stands, check_writable, reopen
 from service.runs.stored.stored_runs import display_name, uri_of
-from service.tracking import sync as run_sync
-from service.tracking import ui_command, ui_environment
+from service.tracking.stores import ui_command, ui_environment
+from service.tracking.sync import sync as run_sync
 from trainables.errors import ClusterError, ExperimentError
 
 

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from service.runs.stored.stored_runs import display_name, local_checkpoint, shell_name
-from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.models.checkpoint_header import read_checkpoint_header, read_model_tensors
 from trainables.models.model_input import ModelInput
 from trainables.models.names import check_model_name
 from trainables.rundir import RunDir, replacing
@@ -31,11 +30,8 @@ def write_backbone(run_dir: RunDir, best: Path | None) -> list[str]:
     if best is None or header is None or header.num_classes:
         return []
     path = run_dir.root / FILE
-    with safe_open(best, framework="np") as file:
-        names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
-        tensors = {name.removeprefix("model."): file.get_tensor(name) for name in names}
     with replacing(path) as temporary:
-        save_file(tensors, temporary)
+        save_file(read_model_tensors(best), temporary)
     shown, found = display_name(path), check_model_name(header.model)
     load = LOADED.get(found.library, "write student.weights: {path}, or teacher.weights: {path}")
     return [

@@ -17,7 +17,7 @@ from service.runs.run_directory import has_begun
 from service.runs.run_log import checkpoint_kind, read_log
 from service.runs.stored.stored_objects import StoredObjects, stored_run_folders
 from service.runs.stored.stored_runs import display_name, shell_name, uri_of
-from service.tracking import SyncState
+from service.tracking.run_view import SyncState
 from trainables.data.storage.free_space import format_bytes
 from trainables.errors import DistillError, ExperimentError
 from trainables.locks import is_locked, try_lock

@@ -5,34 +5,29 @@ import hashlib
 import json
 import logging
 import math
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from service.config import strict_yaml
+from service.config.dotted import flatten
 from service.config.experiment import read_resolved
 from service.config.schema import Experiment
 from service.config.space import LOADER_WORKERS, short_names
 from service.config.sweep import FRONT
 from service.runs.event_log import check_version
 from service.runs.events import Event, parsed
-from service.runs.outcome import Outcome
 from service.runs.result import Kind
 from service.runs.run_log import ResultFold, checkpoint_names
 from service.runs.stored.stored_runs import local_checkpoint
-from service.tracking.run_view import DESCRIPTION, Item, RunView, Status, flat
+from service.tracking.run_view import DESCRIPTION, Item, RunView, Status
 from service.tracking.shown_metrics import of_epoch, of_summary
 from service.tracking.views import saved_views
 from trainables.config import DataIdentity
-from trainables.errors import CheckpointError
-from trainables.rundir import RunDir, lines_after
+from trainables.rundir import Line, RunDir
 
 log = logging.getLogger("raydistill")
 
-CHUNK_BYTES = 1 << 16
-"""Bytes of a log that are read and sent at a time. At most this much is sent again after a kill."""
-LINE_BYTES = 1 << 12
 _NOT_SHOWN = tuple(f'{{"kind": "{kind}"'.encode() for kind in ("step", "start", "resume", "attempt", "restart"))
 WINNER = "raydistill.winner"
 """Tag of a sweep's best trial."""
@@ -43,115 +38,83 @@ class MlflowView:
     """The MLflow runs of one log: a run, and for a sweep a child run per trial. Implements `LogView`."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        self.id, self.end = "", 0
         self.runs: dict[str, RunView] = {}
-        self._run_dir, self._fold = run_dir, ResultFold()
+        self._run_dir, self._fold, self._end = run_dir, ResultFold(), 0
         self._best_checkpoints: dict[str, str] = {}
         """File name of the newest one, by stage."""
-        self._winner: str | None = None
-        self._mark = ""
-        """Offset and checksum of the current line."""
 
-    @property
-    def registered_model(self) -> str | None:
-        return self._experiment.tracking.register_model
+    def take(self, line: Line) -> None:
+        """See `LogView`. An event that makes no sense is logged and skipped.
 
-    def read(self) -> bool:
-        """Read the next part of the log. Returns whether there was one. After an error the view must not be used again.
-
-        Raises:
-            ExperimentError: `experiment.yaml` is damaged, or the log has another version.
-            OSError: the log cannot be read.
+        Raises ExperimentError: `experiment.yaml` is damaged, or the log has another version.
         """
         path = self._run_dir.events
-        lines = lines_after(path, self.end, CHUNK_BYTES)
-        if lines and not self.end:
-            check_version(path, lines[0].raw)
-        for line in lines:
-            begin, self.end = self.end, line.end
-            if not line.raw.startswith(_NOT_SHOWN) and (event := parsed(line, path)) is not None:
-                self._mark = f"{begin}:{zlib.crc32(line.raw):08x}"
-                try:
-                    self._take(event)
-                except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    log.warning("tracking: %s: skipped the event that ends at byte %d: %r", path, line.end, error)
-        return bool(lines)
-
-    def offset_of(self, mark: str) -> int:
-        """See `LogView`."""
-        begin, _, checksum = mark.partition(":")
-        line = next(iter(lines_after(self._run_dir.events, int(begin), LINE_BYTES)), None) if begin.isdecimal() else None
-        return line.end if line is not None and f"{zlib.crc32(line.raw):08x}" == checksum else 0
-
-    def checkpoint(self, path: Path) -> Path:
-        """See `LogView`."""
+        if not self._end:
+            check_version(path, line.raw)
+        self._end = line.end
+        if line.raw.startswith(_NOT_SHOWN) or (event := parsed(line, path)) is None:
+            return
         try:
-            return local_checkpoint(path)
-        except CheckpointError:  # it was removed; the error comes when it is read
-            return path
+            self._take(event)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            log.warning("tracking: %s: skipped the event that ends at byte %d: %r", path, line.end, error)
 
     @functools.cached_property
     def _experiment(self) -> Experiment:
         return read_resolved(self._run_dir.experiment, reading=True).experiment
 
-    @property
-    def _kind(self) -> Kind:
-        """Kind of the run, which is also the key of its MLflow run."""
-        kind: Kind = self._fold.fields["kind"]
-        return kind
-
     def _take(self, event: Event) -> None:
         self._fold.take(event)
         match event["kind"]:
-            case "log":
-                self.id = event["id"]
             case "session_begun":
                 self._begin_session(event)
             case "session_ended":
                 self._end_session(event)
-            case "result" if (run := self.runs.get(self._kind)) is not None:
+            case "result" if (run := self.runs.get(self._fold.fields["kind"])) is not None:
                 if "data" in event["changes"]:
                     self._add_dataset(run)
                 for row in event["changes"].get("trials") or ():
                     if row["status"] not in ("pending", "untested") and f"trial/{row['id']}" not in self.runs:
                         self._end_trial(row["id"], event)  # it cannot run, so no `trial_ended` follows
             case "stage_begun" if "trial" in event:
-                self._trial_run(event["trial"], event)
+                self._run_of(event).status = "RUNNING"
             case "epoch":
-                prefix = _prefix(event["stage"])
-                self._add_metrics(self._run_of(event), event, of_epoch(event["metrics"], prefix), event["step"])
+                self._add_metrics(self._run_of(event), event, of_epoch(event["metrics"], _prefix(event["stage"])), event["step"])
             case "summary" if "/" not in event["stage"]:  # a trial's metrics combine its measurements
                 shown = of_summary(event["metrics"], _prefix(event["stage"]), followed=True)
-                self._add_metrics(self.runs[self._kind], event, shown, int(event["metrics"].get("steps", 0)))
+                self._add_metrics(self._run_of(event), event, shown, int(event["metrics"].get("steps", 0)))
             case "checkpoint" if best := checkpoint_names([event]).get("best"):
                 self._best_checkpoints[event["stage"]] = best
             case "hang":
-                self._set_tags(self._run_of(event), {"hang": event["message"]})
+                self._run_of(event).tags["hang"] = event["message"]
             case "stage_ended" if event["stage"] == "student" and event["outcome"]["status"] == "ok":
                 self._add_model("student")
             case "trial_ended":
                 self._end_trial(event["trial"], event)
 
     def _begin_session(self, event: Event) -> None:
-        kind = self._kind
+        kind = self._fold.fields["kind"]
         if (run := self.runs.get(kind)) is None:
             tree = self._experiment.model_dump(mode="json")
-            run = self.runs[kind] = RunView(kind, self._run_dir.root.name, None, event["time_ms"], lambda: flat(tree))
+            run = self.runs[kind] = RunView(
+                kind, self._run_dir.root.name, None, event["time_ms"], functools.partial(_as_params, tree)
+            )
             self._add(run, "views", views_of(kind, self._experiment))
             self._add(run, "artifact", self._run_dir.experiment)
             self._add_dataset(run)
-        self._set_tags(run, {"raydistill.kind": kind, **flat(event.get("tags", {}))})
+        run.tags |= {"raydistill.kind": kind, **event.get("tags", {})}
+        if commit := run.tags.get("raydistill.commit"):
+            run.tags["mlflow.source.git.commit"] = commit  # where MLflow's pages expect it
         run.status = "RUNNING"
 
     def _end_session(self, event: Event) -> None:
-        status, run = _STATUS[event["status"]], self.runs[self._kind]
+        run, status = self.runs[self._fold.fields["kind"]], _STATUS[event["status"]]
         for each in self.runs.values():
             if each.status == "RUNNING":  # the run, and trials that were interrupted
-                self._set_status(each, status, event)
-        verdict = "\n\n".join(self._fold.fields.get("verdict", ()))
-        if verdict:
-            self._set_tags(run, {DESCRIPTION: verdict})
-        if status == "FINISHED" and self._kind == "sweep":
+                each.status, each.ended_ms = status, event["time_ms"]
+        if verdict := "\n\n".join(self._fold.fields.get("verdict", ())):
+            run.tags[DESCRIPTION] = verdict
+        if status == "FINISHED" and run.key == "sweep":
             self._mark_winner(run, verdict, event)
         self._add(run, "artifact", self._run_dir.result)
         self._add(run, "artifact", self._run_dir.report)
@@ -159,59 +122,54 @@ class MlflowView:
     def _mark_winner(self, sweep: RunView, verdict: str, ended: Event) -> None:
         """Tag and describe the best trial, untag the one of an earlier session, and copy the winner's metrics to the sweep."""
         best = self._fold.result(self._run_dir.events).best
-        winner = best.id if best else None
-        if self._winner != winner and (before := self.runs.get(f"trial/{self._winner}")) is not None:
-            self._set_tags(before, {WINNER: "false", DESCRIPTION: ""})
-        self._winner = winner
-        if best is None or (trial := self.runs.get(f"trial/{winner}")) is None:
-            return
-        self._set_tags(trial, {WINNER: "true", DESCRIPTION: verdict})
-        # Always at step 0: MLflow shows the value of the highest step, and a later session's winner may have fewer steps.
-        self._add_metrics(sweep, ended, of_summary(best.metrics, followed=False), 0)
-        self._add_model(f"trials/{winner}/student")
+        for each in self.runs.values():
+            is_best = best is not None and each.key == f"trial/{best.id}"
+            if is_best or WINNER in each.tags:
+                each.tags |= {WINNER: str(is_best).lower(), DESCRIPTION: verdict if is_best else ""}
+        if best is not None:
+            # Always at step 0: MLflow shows the value of the highest step, and a later session's winner may have fewer steps.
+            self._add_metrics(sweep, ended, of_summary(best.metrics, followed=False), 0)
+            self._add_model(f"trials/{best.id}/student")
+
+    def _run_of(self, event: Event) -> RunView:
+        """Return the run that a stage's event belongs to. A trial's is created if needed."""
+        parts = Path(event["stage"]).parts
+        return self._trial_run(parts[1], event) if parts[0] == "trials" else self.runs[self._fold.fields["kind"]]
 
     def _trial_run(self, trial: str, event: Event) -> RunView:
-        """Return the run of a trial, creating it if needed, and set it to RUNNING."""
-        row = self._fold.rows.get(trial, {"params": {}})
         if (run := self.runs.get(f"trial/{trial}")) is None:
+            row = self._fold.rows.get(trial, {"params": {}})
             names = short_names(row["params"])
             name = " ".join([trial, *(f"{names[key]}={value}" for key, value in row["params"].items())])
             params = functools.partial(self._trial_params, trial)
-            run = self.runs[f"trial/{trial}"] = RunView(f"trial/{trial}", name, self._kind, event["time_ms"], params)
-            self._set_tags(run, {"raydistill.kind": "trial"})
+            run = self.runs[f"trial/{trial}"] = RunView(
+                f"trial/{trial}", name, self._fold.fields["kind"], event["time_ms"], params
+            )
+            run.tags["raydistill.kind"] = "trial"
             if row.get("kind") == "accuracy" and event["kind"] == "stage_begun":
                 # MLflow's page for comparing runs opens with the metric that was logged first.
                 self._add_metrics(run, event, {self._experiment.sweep.figure: math.nan}, 0)
             self._add_dataset(run)
-        run.status = "RUNNING"
-        return self._touch(run)
+            if (experiment := self._run_dir.trial(trial).experiment).exists():
+                self._add(run, "artifact", experiment)
+        return run
 
     def _trial_params(self, trial: str) -> dict[str, str]:
         """Return a trial's parameters. An invalid point has no experiment, so only the values of the point."""
         row, path = self._fold.rows.get(trial, {}), self._run_dir.trial(trial).experiment
         tree = strict_yaml.parse(path.read_text(), str(path)) if path.exists() else {}
         workers = {key: value for key, value in row.get("scale", {}).items() if key == LOADER_WORKERS}
-        return flat(tree) | flat(row.get("params", {})) | flat(workers)
+        return _as_params(tree | row.get("params", {}) | workers)
 
     def _end_trial(self, trial: str, event: Event) -> None:
-        run, row = self._trial_run(trial, event), self._fold.rows.get(trial, {})
-        outcome = self._fold.outcome_of(trial) or Outcome(status=row["status"], reason=row.get("reason", ""))
-        self._set_status(run, "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED", event)
-        about = {"status": outcome.status, "reason": outcome.reason, "trial_kind": row.get("kind", "")}
-        about |= {"oversubscribed": str(row.get("oversubscribed", False)), "measurements": str(len(outcome.each_measurement))}
-        self._set_tags(run, about)
-        has_epochs = row.get("kind") == "accuracy"  # a timing trial has none
-        shown = of_summary(outcome.metrics, followed=has_epochs, first=self._experiment.sweep.figure)
-        self._add_metrics(run, event, shown, int(outcome.metrics.get("steps", 0)))
-        if (experiment := self._run_dir.trial(trial).experiment).exists():
-            self._add(run, "artifact", experiment)
-
-    def _run_of(self, event: Event) -> RunView:
-        """The run that a stage's event belongs to."""
-        parts = Path(event["stage"]).parts
-        if parts[0] != "trials":
-            return self.runs[self._kind]
-        return self.runs.get(f"trial/{parts[1]}") or self._trial_run(parts[1], event)
+        run, row = self._trial_run(trial, event), self._fold.rows[trial]
+        run.status, run.ended_ms = "FINISHED" if row["status"] in ("ok", "stopped") else "FAILED", event["time_ms"]
+        run.tags |= {"status": row["status"], "reason": row.get("reason", ""), "trial_kind": row.get("kind", "")}
+        run.tags["oversubscribed"] = str(row.get("oversubscribed", False))
+        run.tags["measurements"] = str(len(row.get("measurements", ())) or 1)
+        has_epochs, metrics = row.get("kind") == "accuracy", row.get("metrics", {})  # a timing trial has no epochs
+        shown = of_summary(metrics, followed=has_epochs, first=self._experiment.sweep.figure)
+        self._add_metrics(run, event, shown, int(metrics.get("steps", 0)))
 
     def _add_dataset(self, run: RunView) -> None:
         """Add the run's training data for MLflow's dataset column, unless a sweep searches over `data.path`."""
@@ -230,26 +188,21 @@ class MlflowView:
 
     def _add_model(self, stage: str) -> None:
         """Add the best weights of a stage as the run's model."""
-        if stage in self._best_checkpoints and self._experiment.tracking.log_model:
+        tracking = self._experiment.tracking
+        if stage in self._best_checkpoints and tracking.log_model:
             best = self._run_dir.stage(stage).best.with_name(self._best_checkpoints[stage])
-            self._add(self.runs[self._kind], "model", best)
+            self._add(
+                self.runs[self._fold.fields["kind"]],
+                "model",
+                (functools.partial(local_checkpoint, best), tracking.register_model),
+            )
 
     def _add_metrics(self, run: RunView, event: Event, shown: Mapping[str, float], step: int) -> None:
         for name, value in shown.items():
             self._add(run, "metrics", (name, float(value), event["time_ms"], step))
 
     def _add(self, run: RunView, kind: Any, value: Any) -> None:
-        self._touch(run).items.append(Item(self.end, kind, value))
-
-    def _set_tags(self, run: RunView, tags: Mapping[str, str]) -> None:
-        self._touch(run).tags |= tags
-
-    def _set_status(self, run: RunView, status: Status, event: Event) -> None:
-        self._touch(run).status, run.ended_ms = status, event["time_ms"]
-
-    def _touch(self, run: RunView) -> RunView:
-        run.changed, run.mark = self.end, self._mark
-        return run
+        run.items.append(Item(self._end, kind, value))
 
 
 def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:
@@ -261,6 +214,11 @@ def views_of(kind: Kind, experiment: Experiment) -> dict[str, str]:
     has_accuracy = sweep.timing_steps is None or sweep.is_time_to_accuracy
     first, ascending = ("images_per_s", False) if sweep.metric == FRONT else (sweep.figure, sweep.mode == "min")
     return saved_views("trial", short_names(sweep.axes), first, ascending=ascending, has_accuracy=has_accuracy)
+
+
+def _as_params(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Flatten nested mappings to dotted names. Values that are not strings become JSON."""
+    return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in flatten(tree).items()}
 
 
 def _prefix(stage: str) -> str:

@@ -28,7 +28,8 @@ from service.runs.stored.driver_lease import LeaseLostError
 from service.runs.stored.segments import LogStore
 from service.runs.stored.stored_runs import display_name, uri_of
 from service.runs.stored.stored_session import ENDING_S, stored_session
-from service.tracking import Syncing, default_uri, sync_pending_runs
+from service.tracking.stores import default_uri
+from service.tracking.sync import Syncing, sync_pending_runs
 from trainables.config import DataIdentity
 from trainables.data.identity import data_changes
 from trainables.errors import StorageError
@@ -184,7 +185,7 @@ def _close(session: Session, status: str, timeout_s: float) -> None:
     # A run in an object store is only copied here and another machine may drive it: `distill sync` sends its events.
     if status == "complete" and delivery.is_complete and session.result.mlflow and uri_of(session.run_dir.root) is None:
         root, uri = runs_root_of(session.result), session.result.mlflow.uri
-        sent, left = sync_pending_runs(root, session.run_dir, uri, MlflowView, PENDING_RUNS_S)
+        sent, left = sync_pending_runs(root, uri, MlflowView, PENDING_RUNS_S)
         for folder in sent:
             session.display.print(f"also sent MLflow the pending events of {folder}")
         if left:

@@ -61,15 +61,10 @@ def run_pending(session: Session, trials: list[Trial], pending: list[Trial], clu
 def shares_workers(sweep: SweepConfig, assignments: Iterable[Assignment]) -> bool:
     """Whether worker groups run several trials each; otherwise each trial has its own workers.
 
-    Timing runs share workers. Full trainings do if they are compared by speed, and none has an init stage, is elastic or
-    writes checkpoints to an object store.
+    Timing runs share workers. Full trainings do if they are compared by speed and `Assignment.can_follow_others`.
     """
     by_speed = sweep.metric not in (*ACCURACIES, TIME)
-    return all(
-        each.config.train.max_steps is not None
-        or (by_speed and each.init is None and each.config.scale.min_workers is None and each.config.run_store is None)
-        for each in assignments
-    )
+    return all(each.can_follow_others and (by_speed or each.config.train.max_steps is not None) for each in assignments)
 
 
 def assign(session: Session, trials: Sequence[Trial], cluster: Cluster, teacher: TeacherSource) -> dict[str, Assignment]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,16 +10,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainables.rundir import RunDir, lines_after, remove_unfinished, write_json
+from trainables.rundir import Line, RunDir, lines_after, remove_unfinished, write_json
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 DESCRIPTION = "mlflow.note.content"
 KEY_TAG = "raydistill.key"
 """The log's id and the key of the run in it."""
-
-
-class RefusedError(Exception):
-    """The store rejects this, and always will."""
 
 
 class Item(NamedTuple):
@@ -30,14 +25,18 @@ class Item(NamedTuple):
     """End offset of its event in the log."""
     kind: Literal["metrics", "dataset", "views", "artifact", "model"]
     value: Any
-    """`metrics`: (name, value, unix ms, step). `artifact`, `model`: a path. `dataset`, `views`: a mapping."""
+    """`metrics`: (name, value, unix ms, step). `artifact`: a path. `dataset`, `views`: a mapping.
+
+    `model`: a function that returns a checkpoint's local path, and a name in MLflow's model registry or None.
+    """
 
 
 @dataclass
 class RunView:
-    """An MLflow run according to the log so far. `key` is unique within the log; `parent` is the parent run's key."""
+    """An MLflow run according to the log so far. `parent` is the key of its parent run."""
 
     key: str
+    """Unique within the log."""
     name: str
     parent: str | None
     began_ms: int
@@ -47,37 +46,16 @@ class RunView:
     ended_ms: int = 0
     items: deque[Item] = field(default_factory=deque)
     """Unsent items, in order."""
-    changed: int = 0
-    """End offset of the last event about this run."""
-    mark: str = ""
-    """Identifies that event in the log, see `LogView.offset_of`."""
 
 
 class LogView(Protocol):
-    """The MLflow runs that a log should have. The log is read in parts."""
+    """The MLflow runs that a log should have."""
 
-    id: str
-    """Identifies the log, and so its runs in MLflow."""
-    end: int
-    """Offset up to which the log was read."""
     runs: dict[str, RunView]
     """By key, parents before their children."""
 
-    @property
-    def registered_model(self) -> str | None:
-        """The name for the run's model in MLflow's model registry, or None if it is not registered."""
-
-    def read(self) -> bool:
-        """Read the next part of the log. Returns whether there was one. Raises OSError."""
-
-    def offset_of(self, mark: str) -> int:
-        """Return the end offset of an event that MLflow has, or 0 if the log does not have that event there.
-
-        MLflow may have events that a run in an object store has lost with the driver's node.
-        """
-
-    def checkpoint(self, path: Path) -> Path:
-        """Return the local path of a checkpoint, downloading it if needed. Raises StorageError."""
+    def take(self, line: Line) -> None:
+        """Apply the next line of the log."""
 
 
 OpenView = Callable[[RunDir], LogView]
@@ -129,14 +107,3 @@ def state_path(run_dir: RunDir) -> Path:
 
 def lock_path(run_dir: RunDir) -> Path:
     return run_dir.root / ".mlflow.lock"
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested mappings to dotted names. Values that are not strings become JSON."""
-    out: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            out.update(flat(value, f"{prefix}{name}."))
-        else:
-            out[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return out

@@ -1,8 +1,9 @@
 """Checks before a run begins whether an MLflow server will accept its records.
 
-Imports less of MLflow than `mlflow_store`, as the run waits for the check.
+Imports less of MLflow than `sender`, as the run waits for the check.
 """
 
+import contextlib
 import logging
 import socket
 import ssl
@@ -16,7 +17,7 @@ from mlflow.utils.databricks_utils import get_databricks_host_creds
 from mlflow.utils.rest_utils import http_request
 from requests import Response
 
-from service.tracking.sync import root_cause
+from service.tracking.stores import root_cause
 from trainables.errors import ExperimentError, first_line
 from trainables.notices import notice
 from trainables.redact import redact
@@ -24,7 +25,7 @@ from trainables.redact import redact
 TIMEOUT_S = 5
 LOGIN = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 DATABRICKS_LOGIN = "DATABRICKS_HOST and DATABRICKS_TOKEN"
-# As in `mlflow_store`: our error has what MLflow would log.
+# As in `sender`: our error has what MLflow would log.
 logging.getLogger("mlflow").setLevel(logging.CRITICAL + 1)
 
 
@@ -43,8 +44,10 @@ def check_server(uri: str, experiment: str) -> None:
     answer = _ask(uri, experiment, "GET", "get-by-name", params={"experiment_name": experiment})
     if answer is None:
         return
-    found = _json_of(answer)
-    if not found.keys() & {"experiment", "error_code"}:
+    found: Any = None
+    with contextlib.suppress(ValueError):
+        found = answer.json()
+    if not isinstance(found, dict) or not found.keys() & {"experiment", "error_code"}:
         kind = answer.headers.get("content-type", "no content type").partition(";")[0]
         raise ExperimentError(
             f"tracking.uri: {where} is not MLflow ({redact(answer.url.partition('?')[0])} answers {answer.status_code}, {kind}): "
@@ -57,21 +60,6 @@ def check_server(uri: str, experiment: str) -> None:
         _ask(uri, experiment, "POST", "update", json={"experiment_id": found["experiment"]["experiment_id"]})
     else:
         _ask(uri, experiment, "POST", "create", json={})
-
-
-def denial(status: int, uri: str, experiment: str, words: str) -> str:
-    """Explain a response with `status` 401 or 403 and the server's message `words`, and say what to do."""
-    where, remedy = redact(uri), DATABRICKS_LOGIN if uri.startswith("databricks") else LOGIN
-    login = read_mlflow_creds().username or ("MLFLOW_TRACKING_TOKEN" if MLFLOW_TRACKING_TOKEN.get() else "")
-    if status == 401:
-        return f"MLflow at {where} {f'rejects the login of {login}' if login else 'requires a login'}: set {remedy}"
-    if "Invalid Host header" in words:
-        host = urlsplit(uri).netloc
-        return f"MLflow at {where} does not accept the host name {host}: start it with `mlflow server --allowed-hosts {host}`"
-    return (
-        f"MLflow at {where} does not allow {login or 'a client without a login'} to write to the experiment {experiment!r} "
-        f"({words}): ask its owner for EDIT, name another in tracking.experiment, or log in with {remedy}"
-    )
 
 
 def _ask(uri: str, experiment: str, method: str, action: str, **content: Any) -> Response | None:
@@ -89,19 +77,32 @@ def _ask(uri: str, experiment: str, method: str, action: str, **content: Any) ->
         limits = {"max_retries": 0, "timeout": TIMEOUT_S, "retry_timeout_seconds": TIMEOUT_S}
         answer: Response = http_request(creds, f"/api/2.0/mlflow/experiments/{action}", method, **limits, **content)
     except Exception as error:
-        if problem := _permanent_problem(root_cause(error), uri):
+        if problem := _permanent_problem(root_cause(error), redact(uri)):
             raise ExperimentError(f"tracking.uri: {problem}") from error
         return None
     if answer.status_code in (401, 403):
-        text = answer.text.strip().partition("\n")[0][:200]
-        words = f"HTTP {answer.status_code}" if text.startswith("<") else redact(text)
-        raise ExperimentError(f"tracking.uri: {denial(answer.status_code, uri, experiment, words)}")
+        raise ExperimentError(f"tracking.uri: MLflow at {redact(uri)} {_denial(answer, uri, experiment)}")
     return None if answer.status_code in (408, 429) or answer.status_code >= 500 else answer
 
 
-def _permanent_problem(cause: BaseException, uri: str) -> str:
+def _denial(answer: Response, uri: str, experiment: str) -> str:
+    """Explain a response of status 401 or 403, and say what to do."""
+    remedy, host = DATABRICKS_LOGIN if uri.startswith("databricks") else LOGIN, urlsplit(uri).netloc
+    login = read_mlflow_creds().username or ("MLFLOW_TRACKING_TOKEN" if MLFLOW_TRACKING_TOKEN.get() else "")
+    if answer.status_code == 401:
+        return f"{f'rejects the login of {login}' if login else 'requires a login'}: set {remedy}"
+    if "Invalid Host header" in answer.text:
+        return f"does not accept the host name {host}: start it with `mlflow server --allowed-hosts {host}`"
+    text = redact(answer.text.strip().partition("\n")[0][:200])
+    return (
+        f"does not allow {login or 'a client without a login'} to write to the experiment {experiment!r} "
+        f"({'HTTP 403' if text.startswith('<') else text}): ask its owner for EDIT, name another in tracking.experiment, "
+        f"or log in with {remedy}"
+    )
+
+
+def _permanent_problem(cause: BaseException, where: str) -> str:
     """Explain a connection error that retrying does not fix, and say what to write; "" for a server that is down."""
-    where = redact(uri)
     if isinstance(cause, ssl.SSLCertVerificationError):
         return (
             f"the certificate of {where} cannot be verified ({cause.verify_message}): name the file of its CA in "
@@ -112,11 +113,3 @@ def _permanent_problem(cause: BaseException, uri: str) -> str:
     if isinstance(cause, socket.gaierror):
         notice(f"tracking.uri: the host of {where} is unknown ({cause.strerror}): check its spelling")
     return ""
-
-
-def _json_of(answer: Response) -> dict[str, Any]:
-    try:
-        content = answer.json()
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}

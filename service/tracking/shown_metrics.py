@@ -52,8 +52,6 @@ SHOWN = {
     **{f"phase/{phase}_ms": Shown(2) for phase in ("step", *ALL_PHASES, "allreduce", "allreduce_wait")},
 }
 """In the order in which MLflow gets them."""
-OTHER = Shown(3)
-"""For a metric that a sweep compares trials by and that is not in the table."""
 
 MIB_IN_MB = 2**20 / 1e6
 HARDWARE = {
@@ -78,7 +76,7 @@ def of_summary(metrics: Mapping[str, float], prefix: str = "", *, followed: bool
     With `followed`, its epochs are sent too, and metrics that each epoch has are left out. `first` is the metric that trials
     are compared by, which is sent first.
     """
-    table = {first: SHOWN.get(first, OTHER)} | SHOWN
+    table = {first: SHOWN.get(first, Shown(3))} | SHOWN
     if followed and "epoch_wall_s" in metrics:
         return _rounded(metrics, prefix, {name: shown for name, shown in table.items() if not shown.each_epoch})
     return _rounded(metrics, prefix, table) | _hardware(metrics, prefix)

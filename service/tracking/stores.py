@@ -6,11 +6,11 @@ from pathlib import Path
 
 from service.config.uris import checked_uri
 from service.tracking.run_view import SyncState
-from trainables.errors import ExperimentError
+from trainables.errors import ExperimentError, first_line
+from trainables.redact import redact
 from trainables.rundir import RunDir, unwritable_reason
 
 SERVERS = ("http://", "https://", "databricks")
-_SQLITE = b"SQLite format 3\0"
 
 NO_TELEMETRY = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 """Environment that turns off the telemetry of MLflow and its UI. MLflow reads it at import."""
@@ -50,8 +50,6 @@ def check_store(uri: str, experiment: str) -> None:
     path = Path(named)
     if not path.parent.exists():
         raise ExperimentError(f"tracking.uri: there is no folder {path.parent}: create it, or choose another")
-    if path.is_dir():
-        raise ExperimentError(f"tracking.uri: {path} is a folder: write the path of a file in it")
     if reason := unwritable_reason(path.parent):
         raise ExperimentError(f"tracking.uri: {reason}: choose another")
     if path.exists() and not os.access(path, os.R_OK | os.W_OK):
@@ -60,7 +58,7 @@ def check_store(uri: str, experiment: str) -> None:
         raise ExperimentError(f"tracking.uri: {path} is not a file: write the path of one")
     if path.exists() and path.stat().st_size:
         with open(path, "rb") as file:
-            if file.read(len(_SQLITE)) != _SQLITE:
+            if file.read(16) != b"SQLite format 3\0":
                 raise ExperimentError(f"tracking.uri: {path} is not an SQLite database: choose another file")
 
 
@@ -95,3 +93,15 @@ def compare_urls(run_dir: RunDir, base: str = "http://127.0.0.1:5000") -> list[s
     page = f"{base.rstrip('/')}/#/experiments/{state.experiment_id}/runs?workflowType=machine_learning"
     modes = ("", "&compareRunsMode=CHART")
     return [f"{page}&viewStateShareKey={key}{mode}" for key, mode in zip(state.views, modes, strict=False)] or [page]
+
+
+def reason_of(error: Exception) -> str:
+    """Describe why a request failed, in one line without secrets."""
+    return redact(first_line(root_cause(error)))[:200]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the innermost error, such as one of a socket or SQLite, below those that only name the request."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error

@@ -4,7 +4,6 @@ The model also contains the checkpoint (safetensors) and the `trainables` packag
 K classes, D features.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,16 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         """Build the checkpoint's model, on the GPU if there is one."""
         # Imported late, so that logging the model does not import torch.
         import torch
-        from safetensors import safe_open
 
-        from trainables.models.model_input import ModelInput
-        from trainables.models.pixels import take_pixels
-        from trainables.models.registry import build_model
+        from trainables.export.student import Network, read_student
         from trainables.user_code import file_of, use_copies
 
         files = {name: Path(file) for name, file in context.artifacts.items() if name != "checkpoint"}
         use_copies({str(file_of(name)): file for name, file in files.items()})
-        with safe_open(context.artifacts["checkpoint"], framework="pt") as file:
-            metadata = json.loads(file.metadata()["raydistill"])
-            names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
-            parameters = {name.removeprefix("model."): file.get_tensor(name) for name in names}
-        model = build_model(metadata["model"], num_classes=metadata["num_classes"], image_size=metadata["image_size"], seed=0)
-        model.load_state_dict(parameters)
+        student = read_student(Path(context.artifacts["checkpoint"]))
+        self._has_classes = bool(student.classes)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        take_pixels(model, ModelInput(metadata["image_size"], tuple(metadata["mean"]), tuple(metadata["std"])))
-        self._has_classes = metadata["num_classes"] > 0
-        self._model = model.to(device=self._device, dtype=torch.float32).eval()
+        self._network = Network(student, preprocess=True).to(self._device).eval()
 
     def predict(self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None) -> np.ndarray:
         """Return float32 probabilities_BK or features_BD of uint8 images_BCHW."""
@@ -53,8 +43,7 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         parts = []
         with torch.inference_mode():
             for part_BCHW in torch.split(images_BCHW, IMAGES_PER_FORWARD):
-                pixels_BCHW = part_BCHW.to(self._device, torch.float32) / 255
-                output = self._model(pixels_BCHW)
+                output = self._network(part_BCHW.to(self._device))
                 parts.append((output.softmax(dim=1) if self._has_classes else output).cpu().numpy())
         return np.concatenate(parts)
 

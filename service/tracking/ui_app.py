@@ -9,14 +9,13 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
-from urllib.parse import parse_qsl, urlencode
 
 from mlflow.server.fastapi_app import app as mlflow_app
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 COOKIE = "raydistill_ui"
-_READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _READ_BY_POST = re.compile(
     r"/graphql|/(?:ajax-)?api/\d\.\d/mlflow/[\w-]+/"
     r"(?:search|search-datasets|get-latest-versions|presigned-download-url|batchGetInfos|metrics)"
@@ -24,63 +23,40 @@ _READ_BY_POST = re.compile(
 """Paths of MLflow's REST API that only read, though their method is POST."""
 GRACE_S = 5.0
 """How long a stopping server waits for open requests."""
-TOKEN = re.compile(r"[\w.~-]{8,}")
-"""Tokens that need no escaping in URLs and cookies."""
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class GuardedApp:
     """An ASGI application that requires a token: first in the URL, later in a cookie or as a bearer token."""
 
-    def __init__(self, inner: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, *, changes: bool) -> None:
-        """`changes` says whether requests may write and delete. Raises ValueError: the token is no `TOKEN`."""
-        if not TOKEN.fullmatch(token):
-            raise ValueError("a token has at least 8 letters, digits and characters of `.~_-`")
+    def __init__(self, inner: ASGIApp, token: str, *, changes: bool) -> None:
+        """`changes` says whether requests may write and delete."""
         self._inner, self._token, self._changes = inner, token, changes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it to MLflow."""
-        if scope["type"] == "lifespan":
-            await self._inner(scope, receive, send)
-            return
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "lifespan"):
             return  # a websocket that is not accepted is closed by the server
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        sent = [value for name, value in query if name == "token"]
-        if sent and self._is_token(sent[0]):
-            rest = urlencode([(name, value) for name, value in query if name != "token"])
-            cookie = f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Lax"
-            location = scope["path"] + (f"?{rest}" if rest else "")
-            await _answer(send, 303, "", [("set-cookie", cookie), ("location", location)])
-        elif not self._is_known(scope):
-            await _answer(send, 401, "Open the address with the token that `distill ui` has printed.\n")
-        elif not self._changes and not _only_reads(scope["method"], scope["path"]):
-            await _answer(send, 403, "These records can only be read here: start `distill ui --allow-changes` to change them.\n")
-        else:
-            await self._inner(scope, receive, send)
+        answer = self._answer(Request(scope)) if scope["type"] == "http" else None
+        await (answer or self._inner)(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        # Not with http.cookies, which drops all cookies if one of another program on this host is JSON.
-        cookie = re.search(rf"(?:^|;\s*){COOKIE}=([^;]*)", headers.get(b"cookie", ""))
-        bearer = headers.get(b"authorization", "").removeprefix("Bearer ")  # as MLFLOW_TRACKING_TOKEN is sent
-        return self._is_token(bearer) or (cookie is not None and self._is_token(cookie[1]))
+    def _answer(self, request: Request) -> PlainTextResponse | RedirectResponse | None:
+        """Return the answer to a request that does not reach MLflow."""
+        if self._is_token(request.query_params.get("token", "")):
+            address = request.url.remove_query_params("token").replace(scheme="", netloc="")
+            redirect = RedirectResponse(address, 303)
+            redirect.set_cookie(COOKIE, self._token, httponly=True)
+            return redirect
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")  # as MLFLOW_TRACKING_TOKEN is sent
+        if not self._is_token(bearer) and not self._is_token(request.cookies.get(COOKIE, "")):
+            return PlainTextResponse("Open the address with the token that `distill ui` has printed.\n", 401)
+        reads_by_post = request.method == "POST" and _READ_BY_POST.fullmatch(request["path"])
+        if request.method not in ("GET", "HEAD", "OPTIONS") and not reads_by_post and not self._changes:
+            words = "These records can only be read here: start `distill ui --allow-changes` to change them.\n"
+            return PlainTextResponse(words, 403)
+        return None
 
     def _is_token(self, sent: str) -> bool:
-        return secrets.compare_digest(sent.encode(), self._token.encode())
-
-
-def _only_reads(method: str, path: str) -> bool:
-    return method in _READ_METHODS or (method == "POST" and _READ_BY_POST.fullmatch(path) is not None)
-
-
-async def _answer(send: Send, status: int, text: str, headers: list[tuple[str, str]] | None = None) -> None:
-    raw = [(name.encode(), value.encode()) for name, value in [("content-type", "text/plain; charset=utf-8"), *(headers or [])]]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": text.encode()})
+        return bool(sent) and secrets.compare_digest(sent.encode(), self._token.encode())
 
 
 def end_with_stdin() -> None:

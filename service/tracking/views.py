@@ -59,11 +59,8 @@ def saved_views(
     over = f" by {', '.join(swept.values())}" if swept else ""
     times = dict.fromkeys(("createdAt", "updatedAt"), time.time_ns() // 1_000_000)
     names = [f"{view}{over}" for view in (what, "Charts" if swept else f"Charts of {what.lower()}")]
-    return {_hash(name + text): json.dumps({"name": name, **times, "state": compressed}) for name in names}
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    keys = [hashlib.sha256((name + text).encode()).hexdigest()[:16] for name in names]
+    return {key: json.dumps({"name": name, **times, "state": compressed}) for key, name in zip(keys, names, strict=True)}
 
 
 def _chart(kind: str, uuid: str, **fields: Any) -> dict[str, Any]:

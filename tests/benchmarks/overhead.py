@@ -22,7 +22,8 @@ from service.config.experiment import load
 from service.runs.events import event
 from service.runs.mlflow_view import MlflowView
 from service.runs.run_directory import begin_run
-from service.tracking import Syncing, default_uri
+from service.tracking.stores import default_uri
+from service.tracking.sync import Syncing
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, environment
 from tests.benchmarks.rounds import Bar, Comparison

@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ import pytest
 
 from service.runs.events import event
 from service.runs.mlflow_view import MlflowView
-from service.tracking import compare_urls, default_uri, sync
 from service.tracking.run_view import state_path
-from service.tracking.stores import NO_TELEMETRY, check_store
+from service.tracking.stores import NO_TELEMETRY, check_store, compare_urls, default_uri
+from service.tracking.sync import sync
 from tests.service.tracking.conftest import thread_priorities  # noqa: F401 (a fixture for every test)
 from tests.service.tracking.store import Run, epoch, row
 from tests.waiting import wait_until
@@ -109,7 +109,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    from service.tracking.mlflow_store import create_database
+    from service.tracking.sender import create_database
 
     server = Server(tmp_path_factory.mktemp("server"))
     create_database(server.root / "mlflow.db", (server.root / "artifacts").as_uri())
@@ -129,7 +129,7 @@ def running(server: Server) -> Server:
 
 
 class Proxy(socketserver.ThreadingTCPServer):
-    """Stands before a server: makes each answer late, loses the answers to some requests, or holds some requests back."""
+    """Stands before a server: counts requests, makes each answer late, loses the answers to some, or holds some back."""
 
     daemon_threads = True
 
@@ -140,6 +140,8 @@ class Proxy(socketserver.ThreadingTCPServer):
         self.lose_answer_to: bytes | None = None
         self.hold: bytes | None = None
         self.release = threading.Event()
+        self.when_passed: Callable[[], None] = lambda: None
+        """Called in a connection's thread each time that the server has got (a part of) a request."""
         self.uri = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -168,6 +170,7 @@ class _Connection(socketserver.BaseRequestHandler):
                             upstream = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.upstream_port)))
                             sources.append(upstream)
                         upstream.sendall(data)
+                        proxy.when_passed()
                         continue
                     if not data or lose or client not in sources:
                         return
@@ -279,7 +282,7 @@ def test_the_first_metric_of_a_trial_stays_the_first_where_the_request_behind_it
 
 
 def test_a_server_that_has_nowhere_to_put_files_gets_every_metric(tmp_path: Path) -> None:
-    from service.tracking.mlflow_store import create_database
+    from service.tracking.sender import create_database
 
     (tmp_path / "file").touch()
     nowhere = (tmp_path / "file" / "mlruns").as_uri()  # as /mlruns is for all but root

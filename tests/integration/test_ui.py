@@ -17,8 +17,9 @@ import pytest
 from mlflow import MlflowClient
 
 from service.commands.tracking import check_address
-from service.tracking import default_uri
-from service.tracking.mlflow_store import Store
+from service.tracking.run_view import SyncState
+from service.tracking.sender import add_views
+from service.tracking.stores import default_uri
 from tests.integration.test_mlflow_server import free_port
 from tests.waiting import wait_until
 
@@ -98,7 +99,8 @@ def test_records_are_shown_to_who_has_the_token_and_changed_by_nobody(tmp_path: 
                 assert status(f"{base}/api/2.0/mlflow-artifacts/artifacts/{name}", body="x", method=method, token=token) == 403
         assert status(f"{base}/api/2.0/mlflow-artifacts/mpu/create/x/search", body={"path": "x"}, token=token) == 403
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
-        assert "can only be read" in Store(base, "e", tmp_path).add_views({"key": "{}"})  # which is no reason to try again
+        state = SyncState(uri=base, experiment="e", experiment_id=experiment)
+        assert "can only be read" in add_views(MlflowClient(base), state, {"key": "{}"})  # which is no reason to try again
     assert MlflowClient(default_uri(tmp_path)).get_run(run).info.lifecycle_stage == "active"
 
 

@@ -382,7 +382,7 @@ def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
         ("sqlite://", "names no file: write sqlite:////ABSOLUTE/PATH/mlflow.db"),
         ("sqlite:///", "names no file: write sqlite:////ABSOLUTE/PATH/mlflow.db"),
         ("sqlite:///{0}/none/mlflow.db", "tracking.uri: there is no folder {0}/none: create it, or choose another"),
-        ("sqlite:///{0}", "tracking.uri: {0} is a folder: write the path of a file in it"),
+        ("sqlite:///{0}", "tracking.uri: {0} is not a file: write the path of one"),
         ("sqlite:///{0}/text", "tracking.uri: {0}/text is not an SQLite database: choose another file"),
         ("sqlite:///{0}/text/mlflow.db", "tracking.uri: {0}/text is not a folder: choose another"),
         ("sqlite:///{0}/pipe", "tracking.uri: {0}/pipe is not a file: write the path of one"),

@@ -9,7 +9,8 @@ from service.config.experiment import load
 from service.runs.result import MlflowTarget, TrialRow
 from service.runs.run_directory import begin_run
 from service.runs.run_log import read_log
-from service.tracking import SyncState, default_uri
+from service.tracking.run_view import SyncState
+from service.tracking.stores import default_uri
 from trainables.rundir import RunDir
 
 RUNS = "#/experiments/1/runs?workflowType=machine_learning"

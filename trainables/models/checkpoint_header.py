@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
@@ -115,6 +116,13 @@ def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
             f"{path} has a header that does not describe its model ({error!r}): write the checkpoint again"
         ) from None
     return header
+
+
+def read_model_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Read the tensors of a checkpoint's model under their names in the model; those of methods and optimizers are left out."""
+    with safe_open(path, framework="np") as file:
+        names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
+        return {name.removeprefix("model."): file.get_tensor(name) for name in names}
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -71,6 +71,18 @@ class Assignment:
         return self if self.limit_s is None else replace(self, limit_s=max(self.limit_s - used_s, 0.0))
 
     @property
+    def can_follow_others(self) -> bool:
+        """Whether workers that have run other stages can go on with this one.
+
+        Timing runs can. A training cannot if it needs an attempt of its own: for an init stage, for another number of workers
+        (elastic), or to begin from a checkpoint in an object store.
+        """
+        config = self.config
+        if config.train.max_steps is not None:
+            return True
+        return self.init is None and config.scale.min_workers is None and config.run_store is None
+
+    @property
     def stage_dir(self) -> StageDir:
         return StageDir(Path(self.config.output_dir))
 

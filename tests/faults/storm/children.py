@@ -27,7 +27,7 @@ from trainables.failures import Failure, failure_of
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     # What a job imports when it first needs it takes most of its seconds.
-    ["__main__", "tests.faults.storm.jobs", "torch._dynamo", "pyarrow.compute", "service.tracking.mlflow_store"]
+    ["__main__", "tests.faults.storm.jobs", "torch._dynamo", "pyarrow.compute", "service.tracking.sender"]
 )
 PATIENCE_S = 480.0
 """For one job, which takes seconds; one that takes longer hangs."""

@@ -71,7 +71,7 @@ class MlflowTier:
 @contextlib.contextmanager
 def mlflow_tier(folder: Path, rng: random.Random) -> Iterator[MlflowTier]:
     """A real MLflow server on a store of its own, and a proxy before it."""
-    from service.tracking.mlflow_store import create_database
+    from service.tracking.sender import create_database
 
     folder.mkdir()
     server = Server(folder)

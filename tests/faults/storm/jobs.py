@@ -15,7 +15,7 @@ from service.runs.event_log import EventLog
 from service.runs.events import event
 from service.runs.mlflow_view import MlflowView
 from service.runs.run_directory import begin_run, has_begun
-from service.tracking import Syncing
+from service.tracking.sync import Syncing
 from tests.faults.storm.fault_points import FaultPoint, watch_writes
 from tests.run_log import LocalRecorder
 from tests.trainables.jobs import no_telemetry

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from service.runs.mlflow_view import MlflowView
 from service.runs.run_log import RunLog
-from service.tracking import SyncState, sync
+from service.tracking.run_view import SyncState
 from service.tracking.shown_metrics import of_epoch, of_summary
+from service.tracking.sync import sync
 from tests.run_log import events_of
 from tests.trainables.worker.test_reporter import learned, numbers_of, pairs
 from trainables.locks import is_locked

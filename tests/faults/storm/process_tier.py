@@ -233,7 +233,7 @@ def delivering(name: str, database: Path) -> Workload:
 
 def workloads(shared: Path) -> list[Workload]:
     """All of this tier. `shared`: a folder for teachers and the MLflow store, on another disk."""
-    from service.tracking.mlflow_store import create_database
+    from service.tracking.sender import create_database
 
     create_database(shared / "mlflow.db", (shared / "mlartifacts").as_uri())
     augmented = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}

@@ -10,7 +10,7 @@ import pytest
 
 from service.runs.clean import Cleaner, clean
 from service.runs.run_directory import locked_run
-from service.tracking import SyncState
+from service.tracking.run_view import SyncState
 from tests.run_log import write_log
 from trainables.rundir import RunDir
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from service.runs.event_log import log_lines
 from service.runs.events import event
 from service.runs.mlflow_view import MlflowView
 from service.tracking.run_view import RunView
@@ -13,8 +14,8 @@ from trainables.rundir import RunDir
 
 def view_of(run: Run) -> dict[str, RunView]:
     view = MlflowView(run.run_dir)
-    while view.read():
-        pass
+    for line in log_lines(run.run_dir.events):
+        view.take(line)
     return view.runs
 
 

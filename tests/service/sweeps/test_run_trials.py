@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from service.sweeps.run_trials import TeacherSource, assign, concurrency, run_pe
 from service.sweeps.trials import has_trials_to_retry, load_outcomes, plan_trials, retry_trials, rows_of
 from tests.run_log import add, session_of
 from tests.waiting import wait_until
+from trainables.config import RunStore
 from trainables.errors import StorageUnavailableError, TrainingError
 from trainables.failures import failure_of
 from trainables.rundir import RunDir
@@ -200,3 +202,15 @@ def test_trials_share_worker_groups_where_they_are_compared_by_speed_with_one_nu
         session = session_of(resolved, RunDir(tmp_path), display)
         assignments = assign(session, plan_trials(resolved), Cluster((Node("here", 8, 0),)), TeacherSource(None, ()))
     assert shares_workers(resolved.experiment.sweep, assignments.values()) is shared
+
+
+@pytest.mark.parametrize(("steps", "can"), [("sweep.steps=8", True), ("sweep.steps=null", False)])
+def test_workers_that_ran_another_stage_can_time_one_in_an_object_store_but_not_train_it(
+    tmp_path: Path, steps: str, *, can: bool
+) -> None:
+    resolved = load("digits", ["data.loader_workers=1", "sweep.space={data.global_batch_size: [32]}", steps])
+    with Display() as display:
+        session = session_of(resolved, RunDir(tmp_path), display)
+        [assignment] = assign(session, plan_trials(resolved), local_capacity(), TeacherSource(None, ())).values()
+    store = RunStore(uri="s3://bucket/run", folder=str(tmp_path))
+    assert replace(assignment, config=assignment.config.model_copy(update={"run_store": store})).can_follow_others is can

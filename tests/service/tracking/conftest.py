@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.tracking import default_uri
+from service.tracking.stores import default_uri
 from tests.service.tracking.store import Run
 from trainables.rundir import RunDir
 
@@ -13,7 +13,7 @@ from trainables.rundir import RunDir
 @pytest.fixture(scope="session")
 def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A runs' root whose store exists: making one takes seconds, so these tests share it."""
-    from service.tracking.mlflow_store import create_database
+    from service.tracking.sender import create_database
 
     root = tmp_path_factory.mktemp("a folder #1")
     create_database(root / "mlflow.db", (root / "mlartifacts").as_uri())

@@ -12,7 +12,8 @@ from service.runs.events import Event, event
 from service.runs.mlflow_view import MlflowView
 from service.runs.result import Kind
 from service.runs.run_directory import begin_run
-from service.tracking import Delivery, Syncing, default_uri, sync
+from service.tracking.stores import default_uri
+from service.tracking.sync import Delivery, Syncing, sync
 from trainables.rundir import RunDir, lines_after
 
 FIRST_MS = 1_700_000_000_000

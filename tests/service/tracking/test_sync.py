@@ -21,9 +21,9 @@ import pytest
 
 from service.runs.events import event
 from service.runs.mlflow_view import MlflowView
-from service.tracking import Syncing, SyncState, compare_urls, default_uri, sync, sync_pending_runs, ui_command
-from service.tracking.run_view import lock_path, state_path
-from service.tracking.stores import CLIENT_ENVIRONMENT, NO_TELEMETRY
+from service.tracking.run_view import SyncState, lock_path, state_path
+from service.tracking.stores import CLIENT_ENVIRONMENT, NO_TELEMETRY, compare_urls, default_uri, ui_command
+from service.tracking.sync import Syncing, sync, sync_pending_runs
 from tests.service.tracking.store import FIRST_MS, Run, epoch, metrics_of, query, row, run_of
 from tests.waiting import wait_until
 from trainables.errors import ExperimentError
@@ -81,16 +81,27 @@ def count(runs_root: Path, run: Run, metric: str) -> int:
 
 
 def test_five_thousand_epochs_are_few_requests(run: Run, runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from service.tracking.mlflow_store import Store
-
     run.add_epochs(range(5000))
     run.end()
-    requests, log = [], Store.log
-    monkeypatch.setattr(Store, "log", lambda *arguments: (requests.append(len(arguments[2])), log(*arguments)))
+    requests = rows_of_requests(monkeypatch)
     assert run.sync().is_complete
     assert count(runs_root, run, "images_per_s") == count(runs_root, run, "train/loss") == 5000
-    assert len(requests) <= 32
-    assert max(requests) > 500
+    assert len(requests) <= 16
+    assert max(len(kinds) for kinds in requests) > 500
+
+
+def rows_of_requests(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A list that grows with each log_batch from now on: by the kinds of its rows."""
+    from mlflow import MlflowClient
+
+    requests, log_batch = list[list[str]](), MlflowClient.log_batch
+
+    def counting(client: Any, run_id: str, **entities: Any) -> None:
+        requests.append([kind for kind, rows in entities.items() if kind != "synchronous" for _ in rows])
+        log_batch(client, run_id, **entities)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", counting)
+    return requests
 
 
 def test_what_was_sent_is_sent_again_without_arriving_twice(runs_root: Path, run: Run) -> None:
@@ -115,16 +126,13 @@ def test_what_was_sent_is_sent_again_without_arriving_twice(runs_root: Path, run
 
 
 def test_what_mlflow_has_is_not_sent_again_by_another_process(run: Run, runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from service.tracking.mlflow_store import Store
-
     run.add_epochs(range(50))
     assert run.sync().is_complete
-    rows, log = [], Store.log
-    monkeypatch.setattr(Store, "log", lambda *arguments: (rows.extend(arguments[2]), log(*arguments)))
+    requests = rows_of_requests(monkeypatch)
     state_path(run.run_dir).unlink()
     run.add_epochs(range(50, 53))
     assert run.sync().is_complete
-    assert [kind for kind, _ in rows] == ["metrics"] * 6 + ["tags"]
+    assert requests == [["metrics"] * 6]
     assert count(runs_root, run, "train/loss") == 53
 
 
@@ -181,10 +189,8 @@ def test_what_mlflow_never_takes_is_left_out_and_holds_up_nothing(
 def test_files_that_cannot_be_uploaded_hold_up_no_metric_and_arrive_once_they_can(
     runs_root: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from service.tracking.mlflow_store import Store
-
-    store = Store(run.uri, run.run_dir.root.name, run.run_dir.root)
-    run_id = store.create_run(f"{run.tag}/train", "run", None, 1)
+    experiment = client(runs_root).create_experiment(run.run_dir.root.name, (runs_root / "mlartifacts").as_uri())
+    run_id = client(runs_root).create_run(experiment, tags={"raydistill.key": f"{run.tag}/train"}).info.run_id
     folder = runs_root / "mlartifacts" / run_id
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file, so that no folder can be made here")
@@ -215,13 +221,10 @@ def test_a_run_that_was_deleted_in_mlflow_gets_everything_once_it_is_restored(
     client(runs_root).delete_run(run_id)
     run.add_epochs(range(30))
     run.end()
-    reason = (
-        f"run {run_id} (train) was deleted in MLflow: restore it there, then distill sync {shlex.quote(str(run.run_dir.root))}"
-    )
+    reason = f"{run.uri} did not accept all events (deleted in MLflow, so restore there: run {run_id} (train))"
     for _ in range(2):
         delivery = run.sync(max_failures=2)
-        assert not delivery.is_complete
-        assert delivery.message.startswith(reason)
+        assert delivery == (False, f"{reason}; later, run distill sync {shlex.quote(str(run.run_dir.root))}")
     assert caplog.text.count(reason) == 2  # once for each process
     client(runs_root).restore_run(run_id)
     assert run.sync() == (True, f"{SENT} ({run.uri})") or run.sync().is_complete
@@ -242,16 +245,17 @@ def test_a_trial_that_was_deleted_while_the_sweep_goes_on_holds_up_no_other_one(
     client(runs_root).delete_run(deleted)
     for trial in ("000", "001"):
         run.add_epochs(range(5), f"trials/{trial}/student")
-    delivery = syncing.close(3)
-    assert f"run {deleted} (trial/000) was deleted in MLflow: restore it there" in delivery.message
-    assert caplog.text.count("was deleted in MLflow") == 1
+    wait_until(lambda: "deleted in MLflow" in caplog.text)
+    delivery = syncing.close(0.5)
+    assert f"(deleted in MLflow, so restore there: run {deleted} (trial/000)); later, run distill sync" in delivery.message
+    assert caplog.text.count("deleted in MLflow") == 1
     assert len(metrics_of(runs_root, run_of(runs_root, run, "trial/001")[0], "train/loss")) == 5
     client(runs_root).restore_run(deleted)
     assert run.sync().is_complete
     assert len(metrics_of(runs_root, deleted, "train/loss")) == 5
 
 
-def test_an_experiment_that_was_deleted_in_mlflow_is_restored_by_the_next_sync_with_a_line(
+def test_an_experiment_that_was_deleted_in_mlflow_is_restored_with_its_runs_and_a_line(
     runs_root: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = run.run_dir.root.name
@@ -260,14 +264,8 @@ def test_an_experiment_that_was_deleted_in_mlflow_is_restored_by_the_next_sync_w
     wait_until(lambda: bool(query(runs_root, "SELECT 1 FROM tags WHERE value = ?", f"{run.tag}/train")))
     client(runs_root).delete_experiment(client(runs_root).get_experiment_by_name(name).experiment_id)
     run.add_epochs(range(3))
-    delivery = syncing.close(3)
-    reason = (
-        f"experiment {name!r} was deleted in MLflow: distill sync {shlex.quote(str(run.run_dir.root))} restores it, with its runs"
-    )
-    assert delivery.message.startswith(reason)
-    assert caplog.text.count(reason) == 1
-    assert run.sync().is_complete
-    assert f"restored experiment {name!r}, which was deleted in MLflow, with its runs" in caplog.text
+    assert syncing.close(60).is_complete
+    assert caplog.text.count(f"restored experiment {name!r}, which was deleted in MLflow, with its runs") == 1
     assert len(metrics_of(runs_root, run_of(runs_root, run)[0], "train/loss")) == 3
 
 
@@ -320,7 +318,7 @@ SYNC = """
 import sys
 from pathlib import Path
 from service.runs.mlflow_view import MlflowView
-from service.tracking import sync
+from service.tracking.sync import sync
 from trainables.rundir import RunDir
 print(sync(RunDir(Path(sys.argv[1])), sys.argv[2], sys.argv[3], MlflowView), flush=True)
 """
@@ -329,17 +327,18 @@ KILLS = """
 import os, random, signal, sys, threading
 from pathlib import Path
 from service.runs.mlflow_view import MlflowView
-from service.tracking import sync
-from service.tracking.mlflow_store import Store
+from service.tracking import sender
+from service.tracking.sync import sync
+from mlflow import MlflowClient
 from trainables.rundir import RunDir
 
 def kill_within(requests, delay_s):
-    log, left = Store.log, iter(range(requests, -1, -1))
-    def counted(*arguments):
+    log_batch, left = MlflowClient.log_batch, iter(range(requests, -1, -1))
+    def counted(*arguments, **entities):
         if next(left) == 0:
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        log(*arguments)
-    Store.log = counted
+        log_batch(*arguments, **entities)
+    MlflowClient.log_batch = counted
 
 generator = random.Random(5)
 for _ in range(int(sys.argv[4])):
@@ -387,7 +386,7 @@ def test_two_sweeps_that_start_at_once_on_a_store_that_does_not_exist_lose_nothi
 
 
 def test_a_trial_is_few_requests(runs_root: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    from service.tracking.mlflow_store import Store
+    from mlflow import MlflowClient
 
     num_trials, requests = 40, Counter[str]()
     run = Run(run_dir, default_uri(runs_root), "sweep")
@@ -398,13 +397,14 @@ def test_a_trial_is_few_requests(runs_root: Path, run_dir: RunDir, monkeypatch: 
         begun = event("stage_begun", f"trials/{trial}/student", trial=trial, model="resnet8")
         run.add(begun, event("trial_ended", trial=trial, outcome={"status": "ok", "metrics": metrics}))
     run.end()
-    for name in ("find_runs", "create_run", "log", "log_dataset", "log_artifact", "set_status"):
-        function = getattr(Store, name)
-        monkeypatch.setattr(
-            Store,
-            name,
-            lambda *arguments, name=name, function=function: (requests.update([name]), function(*arguments))[1],
-        )
+    for name in ("search_runs", "create_run", "log_batch", "log_inputs", "log_artifact", "set_terminated", "set_tag"):
+        function = getattr(MlflowClient, name)
+
+        def counted(*arguments: Any, name: str = name, function: Any = function, **options: Any) -> Any:
+            requests.update([name])
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(MlflowClient, name, counted)
     assert run.sync().is_complete
     assert sum(requests.values()) <= 5 * num_trials + 12
     names = "SELECT count(*) FROM metrics JOIN runs r USING (run_uuid) JOIN tags t USING (run_uuid) WHERE t.value = ?"
@@ -453,7 +453,7 @@ CLOSE = """
 import sys, time
 from pathlib import Path
 from service.runs.mlflow_view import MlflowView
-from service.tracking import Syncing
+from service.tracking.sync import Syncing
 from trainables.rundir import RunDir
 syncing = Syncing(RunDir(Path(sys.argv[1])), sys.argv[2], "e", MlflowView)
 syncing.start()
@@ -467,7 +467,7 @@ print(time.monotonic() - began)
 
 def test_a_server_that_never_answers_keeps_neither_close_nor_the_interpreter_waiting(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(60)
+        silent.settimeout(200)
         port = silent.getsockname()[1]
         arguments = (str(run.run_dir.root), f"http://127.0.0.1:{port}")
         process = python(CLOSE, *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -496,7 +496,7 @@ import os
 import shlex
 from service.tracking.stores import CLIENT_ENVIRONMENT
 os.environ.update(CLIENT_ENVIRONMENT)
-import service.tracking.mlflow_store
+import service.tracking.sender
 from mlflow.telemetry.client import get_telemetry_client
 from mlflow.telemetry.utils import fetch_ui_telemetry_config, is_telemetry_disabled
 assert is_telemetry_disabled() and get_telemetry_client() is None
@@ -530,7 +530,7 @@ def later(run: Run) -> Run:
 
 
 def neighbours(later: Run, limit_s: float) -> tuple[list[Path], list[Path]]:
-    return sync_pending_runs(later.run_dir.root.parent, later.run_dir, later.uri, MlflowView, limit_s)
+    return sync_pending_runs(later.run_dir.root.parent, later.uri, MlflowView, limit_s)
 
 
 def test_what_an_earlier_run_could_not_send_arrives_with_the_next_runs_contact(run: Run, later: Run) -> None:
@@ -586,9 +586,7 @@ def test_saved_views_are_written_once_and_never_over_what_a_user_has_made_of_the
     }
 
 
-def test_a_server_that_is_too_old_for_saved_views_gets_none_and_one_line_says_so(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_is_too_old_for_saved_views_gets_none() -> None:
     experiment = {"experiment_id": "1", "name": "e", "lifecycle_stage": "active", "artifact_location": "file:///tmp"}
 
     class OldServer(http.server.BaseHTTPRequestHandler):
@@ -604,8 +602,11 @@ def test_a_server_that_is_too_old_for_saved_views_gets_none_and_one_line_says_so
 
     with http.server.HTTPServer(("127.0.0.1", 0), OldServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        from service.tracking.mlflow_store import Store
+        from mlflow import MlflowClient
 
-        reason = Store(f"http://127.0.0.1:{server.server_port}", "e", run.run_dir.root).add_views({"key": "{}"})
+        from service.tracking.sender import add_views
+
+        uri = f"http://127.0.0.1:{server.server_port}"
+        reason = add_views(MlflowClient(uri), SyncState(uri=uri, experiment="e", experiment_id="1"), {"key": "{}"})
         server.shutdown()
     assert reason == "they need MLflow 3.16, and the server is 3.15.2"
