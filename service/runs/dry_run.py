@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from service.config.batch_size import AUTO, with_number
 from service.config.schema import Experiment
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
@@ -83,6 +84,9 @@ def training_lengths(experiment: Experiment) -> Iterator[str]:
     from trainables.methods.init_stage import with_init_stage
 
     timed = experiment.train.max_steps is not None
+    if experiment.data.global_batch_size == AUTO:
+        experiment = with_number(experiment)
+        yield f"batch: decided when the training begins; with the smallest that is tried, {experiment.data.global_batch_size}:"
     for name in [*([] if timed else experiment.trained_before), "student"]:
         for config in with_init_stage(experiment.stage(name, Path("/"), {})):
             yield f"{config.stage}: {_length(config)}"

@@ -212,5 +212,8 @@ def test_a_run_says_how_long_each_of_its_trainings_is() -> None:
         "student: at most 12 epochs of 1,442 images: 276 steps of 64",
     ]
     assert list(training_lengths(small("train.max_steps=50").experiment)) == ["student: 53 steps of 64 images, to time them"]
+    auto = list(training_lengths(small("data.global_batch_size=auto").experiment))
+    assert auto[0] == "batch: decided when the training begins; with the smallest that is tried, 8:"
+    assert auto[2] == "student: 12 epochs of 1,440 images: 2,160 steps of 8"
     mixed = small("data.more=[{path: digits, share: 0.5, labels: true}]").experiment
     assert list(training_lengths(mixed))[-1] == "student: 12 epochs of 2,880 images: 540 steps of 64"
