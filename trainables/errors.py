@@ -163,6 +163,10 @@ class LoaderDiedError(Exception):
     """A worker's loader process died; the job can resume from its last checkpoint."""
 
 
+class EvaluatorDiedError(Exception):
+    """The evaluator of `eval.asynchronous` has died for good; the job can resume from its last checkpoint, and evaluates that."""
+
+
 class StageInterruptedError(Exception):
     """A stage ended on request after a checkpoint, to continue from it with other workers."""
 

@@ -16,6 +16,7 @@ from trainables.errors import (
     DataUnavailableError,
     DeviceError,
     DistillError,
+    EvaluatorDiedError,
     LoaderDiedError,
     RecorderLostError,
     StageInterruptedError,
@@ -176,7 +177,7 @@ def _kind_of_type(error: BaseException) -> Kind:
             return "user"
         case torch.OutOfMemoryError() | MemoryError() | OSError(errno=errno.ENOMEM):
             return "out_of_memory"
-        case LoaderDiedError():
+        case LoaderDiedError() | EvaluatorDiedError():
             return "worker_died"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS):
             return "disk"

@@ -252,7 +252,7 @@ CLASHES = (
     (
         "scale.sync_batch_norm, train.compile, train.gradient_checkpointing, train.progressive, data.decoder!=auto, "
         "optim.name!=sgd|adamw, optim.ema_decay, optim.clip_grad_agc, optim.losses, optim.lr_head, optim.layer_decay, "
-        "teacher.lr_head, teacher.layer_decay, teacher.service, unlabeled, data.labels=false, student.freeze",
+        "teacher.lr_head, teacher.layer_decay, teacher.service, unlabeled, data.labels=false, student.freeze, eval.asynchronous",
         "scale.pipeline_stages>1",
         "where each worker has a part of the student",
     ),
@@ -271,6 +271,9 @@ CLASHES = (
     ("train.label_smoothing, train.task_loss=bce", "data.labels=false", ""),
     ("train.task_loss=bce", "unlabeled", "since it needs the label of each image"),
     ("eval.path", "data.labels=true", "since it measures the features of a student that learns no labels"),
+    ("eval.asynchronous", "data.labels=false", "whose evaluation compares with the teacher"),
+    ("eval.asynchronous", "scale.min_workers", "whose workers would need the evaluator's place"),
+    ("eval.asynchronous", "train.until_top1_pct", "which waits for each evaluation"),
     ("student.freeze", "!student.weights", ""),
     ("student.freeze", "data.labels=false", "without which there is no classifier to train"),
     (

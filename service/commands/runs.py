@@ -154,6 +154,8 @@ def preview(kind: Kind, recipe_or_file: str, overrides: tuple[str, ...], root: P
     """Check an experiment as a run of it begins, and print what would run; nothing is written."""
     from service.cluster.resources import is_local, local_capacity
     from service.config.experiment import load
+    from service.config.files import recipes
+    from service.runs.dry_run import training_lengths
     from service.runs.plan import Plan
     from service.runs.run_directory import check_writable
     from service.sweeps.trials import plan_trials
@@ -166,10 +168,20 @@ def preview(kind: Kind, recipe_or_file: str, overrides: tuple[str, ...], root: P
     if data is not None:
         classes = f", {len(data.classes)} classes: {first_three(data.classes)}" if data.classes else ""
         click.echo(f"data: {data.train.num_images:,} training and {data.val.num_images:,} validation images{classes}")
+    if description := recipes().get(recipe_or_file):
+        click.echo(f"recipe: {description}")
     if kind == "sweep":
-        click.echo(f"trials: {len(plan_trials(resolved))} by {experiment.sweep.metric}, policy {experiment.sweep.policy}")
+        sweep, trials = experiment.sweep, plan_trials(resolved)
+        epochs = sum(trial.resolved.experiment.optim.epochs for trial in trials if trial.resolved is not None)
+        limits = [f"{epochs:,} epochs in all" if sweep.timing_steps is None else f"{sweep.timing_steps:,} timed steps each"]
+        if sweep.policy == "guided" and sweep.budget_gpu_h is not None:
+            limits.append(f"{sweep.budget_gpu_h:g} GPU-hours in all")
+        at_most = "".join(f", at most {limit}" for limit in limits)
+        click.echo(f"trials: {len(trials)} by {sweep.metric}, policy {sweep.policy}{at_most}")
     stages = [(name, experiment.stage(name, Path("/"), {}).model) for name in (*experiment.preparation, "student")]
     click.echo("stages: " + ", ".join(f"{name} ({model})" for name, model in stages))
+    for line in training_lengths(experiment) if kind == "train" else ():
+        click.echo(line)
     if is_local() and kind == "train":
         capacity = local_capacity()
         click.echo(f"on: {Plan.on(experiment, capacity).describe(capacity)}")

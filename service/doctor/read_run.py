@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from operator import itemgetter
 from statistics import fmean, median_low
 from typing import Any
 
@@ -169,10 +170,13 @@ def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:
 
 
 def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:
-    """Return the complete epochs, each with the mean times of its steps and phases from its logged steps."""
+    """Return the complete epochs, each with the mean times of its steps and phases from its logged steps.
+
+    With `eval.asynchronous`, an epoch's event comes after steps of the next one.
+    """
     found, before = list[EpochUse](), 0
     total_ms, count = dict.fromkeys((*ALL_PHASES, "step"), 0.0), 0
-    for line in lines:
+    for line in sorted(lines, key=itemgetter("step")):
         metrics, step = strip_prefixes(line["metrics"]), int(line["step"])
         if line["kind"] == "step":
             if "phase/step_ms" in metrics and step > before:

@@ -130,7 +130,8 @@ def running_stage_lines(records: Records) -> list[str]:
         numbers = records.log.of_stage(stage, *_PROGRESS)
         speeds = [line["metrics"]["train/images_per_s"] for line in numbers if line["metrics"].get("train/images_per_s")]
         speed = f"{speeds[-1]:,.1f}" if speeds else "–"
-        lines.append(f"{stage}: step {numbers[-1]['step']}, {speed} images/s, last update {_ago(numbers[-1]['time_ms'])}")
+        step = max(line["step"] for line in numbers)
+        lines.append(f"{stage}: step {step}, {speed} images/s, last update {_ago(numbers[-1]['time_ms'])}")
         lines += rank_lines(StageDir(records.run_dir.root / stage))
     return lines
 

@@ -24,8 +24,8 @@ from trainables.errors import printable
 from trainables.rundir import StageDir
 
 T = TypeVar("T")
-SHOWN_WITH_BARS = (" teacher.cache: ", "% top-1 on ", " teacher's accuracy ")
-"""Log lines with one of these are shown above the bars: disk use, and the accuracy of a teacher."""
+SHOWN_WITH_BARS = (" teacher.cache: ", " eval.asynchronous: ", "% top-1 on ", " teacher's accuracy ")
+"""Log lines with one of these are shown above the bars: disk use, where evaluations run, and the accuracy of a teacher."""
 LINE_PAUSE_S = 5.0
 """Minimum time between two lines with the same number of finished trials."""
 
@@ -194,4 +194,5 @@ class Display:
         followed.take_start(event)
         shown = (("train/images_per_s", "{:.0f} images/s"), ("train/loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
         info = "  ".join(form.format(metrics[name]) for name, form in shown if name in metrics)
-        self._bars.update(followed.task, total=followed.steps or None, completed=event["step"], info=info)
+        step = None if event["kind"] == "epoch" else event["step"]  # its evaluation may have ended later
+        self._bars.update(followed.task, total=followed.steps or None, completed=step, info=info)

@@ -3,11 +3,12 @@
 Torch is imported late.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from service.config.batch_size import AUTO, with_number
 from service.config.schema import Experiment
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
@@ -76,6 +77,37 @@ def note_warmup(experiment: Experiment, num_images: int) -> None:
     per_epoch = num_images // batch if config.data.last_batch == "drop" else -(-num_images // batch)
     if optim.warmup_steps > (steps := optim.epochs * per_epoch):
         notice(f"optim.warmup_steps {optim.warmup_steps:,}: the training has {steps:,}, all of which are warm-up")
+
+
+def training_lengths(experiment: Experiment) -> Iterator[str]:
+    """Yield how long each training of a run is: its epochs, images and optimizer steps. Raises DataError: see `open_source`."""
+    from trainables.methods.init_stage import with_init_stage
+
+    timed = experiment.train.max_steps is not None
+    if experiment.data.global_batch_size == AUTO:
+        experiment = with_number(experiment)
+        yield f"batch: decided when the training begins; with the smallest that is tried, {experiment.data.global_batch_size}:"
+    for name in [*([] if timed else experiment.trained_before), "student"]:
+        for config in with_init_stage(experiment.stage(name, Path("/"), {})):
+            yield f"{config.stage}: {_length(config)}"
+
+
+def _length(config: TrainConfig) -> str:
+    train, batch = config.train, config.data.global_batch_size
+    if train.max_steps is not None:
+        return f"{train.warmup_steps + train.max_steps:,} steps of {batch:,} images, to time them"
+    samples = _samples_per_epoch(config.data.model_copy(update={"stage": "none"}).model_dump_json(), config.seed)
+    steps = samples // batch if config.data.last_batch == "drop" else -(-samples // batch)
+    shown = min(steps * batch, samples)
+    until = "at most " if train.until_top1_pct is not None or train.until_s is not None else ""
+    epochs = config.optim.epochs
+    return f"{until}{epochs:,} epoch{'s' * (epochs != 1)} of {shown:,} images: {epochs * steps:,} steps of {batch:,}"
+
+
+@cache
+def _samples_per_epoch(data_json: str, seed: int) -> int:
+    data = DataConfig.model_validate_json(data_json)
+    return open_source(data, "train").order(data, "train", seed).num_samples
 
 
 def num_classes_of(data: DataConfig) -> int:

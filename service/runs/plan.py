@@ -50,16 +50,22 @@ class Plan:
         `teachers` are the names of the actors that compute the teacher's logits. A trial passes its sweep's `sweep_dir`, so
         that all trials share one measurement of the teacher.
 
-        Raises ExperimentError: pipeline stages would write checkpoints of several files into an object store.
+        Raises ExperimentError: an object store cannot hold checkpoints of several files, or be read by an evaluator.
         """
         tree = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights).model_dump()
         tree["data"]["loader_workers"] = self.loader_workers
         tree |= {"teacher_actors": teachers, "accepted_data": self.accepted_data}
         tree["run_store"], stages = run_store(run_dir.root), self.experiment.scale.pipeline_stages
-        if tree["run_store"] is not None and stages > 1 and self.experiment.train.max_steps is None:
+        stores_checkpoints = tree["run_store"] is not None and self.experiment.train.max_steps is None
+        if stores_checkpoints and stages > 1:
             raise ExperimentError(
                 f"scale.pipeline_stages {stages}: a checkpoint has a file per stage, which a run in an object store does not"
                 " support: give --out or --runs a folder that all nodes share, or write scale.pipeline_stages 1"
+            )
+        if stores_checkpoints and self.experiment.eval.asynchronous:
+            raise ExperimentError(
+                "eval.asynchronous: the evaluator reads checkpoints from a folder, and this run is in an object store: give --out"
+                " or --runs a folder that all nodes share, or write eval.asynchronous: false"
             )
         if self.experiment.measures_teacher(stage):
             tree["teacher_records"] = display_name((sweep_dir or run_dir).root)

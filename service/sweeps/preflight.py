@@ -27,6 +27,9 @@ def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     refuse_auto(experiment, "sweep", "write a number, and batches to compare as sweep.space: {data.global_batch_size: [64, 128]}")
     if experiment.scale.min_workers is not None:
         raise ExperimentError("scale.min_workers: a trial has a fixed number of workers: write one number in scale.num_workers")
+    times_only = experiment.sweep.timing_steps is not None and not experiment.sweep.is_time_to_accuracy
+    if not times_only and (experiment.eval.asynchronous or "eval.asynchronous" in experiment.sweep.axes):
+        raise ExperimentError("eval.asynchronous: a sweep's trials compete for room: leave it out, and their workers evaluate")
     if experiment.train.max_steps is not None and experiment.sweep.metric in (*ACCURACIES, TIME):
         raise ExperimentError(
             f"train.max_steps: a timing run has no accuracy, and sweep.metric is {experiment.sweep.metric}: leave one of them out"

@@ -805,7 +805,12 @@ def test_sigterm_ends_a_forked_child() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "says"), [("train", "on: 1 CPU worker × "), ("sweep", "trials: 8 by images_per_s, policy grid")]
+    ("command", "says"),
+    [
+        ("train", "on: 1 CPU worker × "),
+        ("train", "student: 12 epochs of 1,408 images: 264 steps of 64"),
+        ("sweep", "trials: 8 by images_per_s, policy grid, at most 96 epochs in all"),
+    ],
 )
 def test_a_dry_run_says_what_would_run_and_writes_nothing(
     command: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -816,6 +821,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "stages: teacher (convnet_large), student (convnet_small)" in out
     assert says in out
     assert not (tmp_path / "runs").exists()
+    assert "recipe: The 1,797 handwritten digits of scikit-learn" in out
     code, _, err = run(capsys, command, "digits", "--dry-run", "--set", "data.path=/nowhere", "--runs", tmp_path / "runs")
     assert code == 2
     assert "data.path: /nowhere does not exist" in err

@@ -1,7 +1,7 @@
 """Small real training jobs, and the ways tests look at them."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from trainables.distributed.group import Group
 from trainables.engine import checkpoint, pass_latency
 from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter, Publish
+from trainables.engine.job import Evaluator
 from trainables.engine.train import build, run_job
 from trainables.models.model_input import student_input
 from trainables.models.pixels import take_pixels
@@ -96,15 +97,18 @@ def no_telemetry(whole: bool = False) -> dict[str, float]:
     return {}
 
 
-def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> dict[str, Any]:
-    """Run the job on this rank; returns parameters, progress and what was reported.
+def train(
+    group: Group, settings: TrainConfig, die_after: int | None = None, evaluator: Callable[[], Evaluator] | None = None
+) -> dict[str, Any]:
+    """Run the job on this rank; returns parameters, progress and what was reported. `evaluator` makes that of rank 0.
 
     Of the passes that are timed after the training it takes the shortest alone: all take as long as a small training.
     """
     report = Recorded(die_after)
     died = False
+    own = evaluator() if evaluator is not None and group.is_main else None
     with (
-        contextlib.closing(build(settings, group, report, no_telemetry)) as job,
+        contextlib.closing(build(settings, group, report, no_telemetry, evaluator=own)) as job,
         patch.object(pass_latency, "_MAX_PASS_S", 0.0),
     ):
         try:

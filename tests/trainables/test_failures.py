@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from trainables import failures
-from trainables.errors import DataError, ModelError, TeacherServiceLostError
+from trainables.errors import DataError, EvaluatorDiedError, ModelError, TeacherServiceLostError
 from trainables.failures import (
+    RETRYABLE,
     Failure,
     WorkersFailedError,
     failure_of,
@@ -144,6 +145,12 @@ OF_GPU_LIBRARIES = [
         "device",
     ),
 ]
+
+
+def test_an_evaluator_that_dies_again_and_again_restarts_the_stage_with_its_reason() -> None:
+    failure = failure_of(EvaluatorDiedError("eval.asynchronous: its worker has died 3 times in one evaluation"), 0)
+    assert failure.kind in RETRYABLE
+    assert str(failure) == "a worker died: eval.asynchronous: its worker has died 3 times in one evaluation"
 
 
 @pytest.mark.parametrize(("source", "error", "kind"), OF_GPU_LIBRARIES, ids=str)

@@ -1,4 +1,4 @@
-"""Configuration of how a student without a classifier is evaluated during training."""
+"""Configuration of evaluations during training."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from trainables.config.section import Count, Section
 
 
 class EvalConfig(Section):
-    """How the features of a student without a classifier are scored at each evaluation."""
+    """Where a training is evaluated, and how the features of a student without a classifier are scored."""
 
+    asynchronous: bool = Field(
+        False,
+        description="evaluate while the next epoch trains, on one worker more, where the cluster has room for that",
+    )
     path: str | None = Field(
         None,
         min_length=1,

@@ -51,6 +51,8 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
     epoch_record: dict[str, Any] = field(default_factory=dict)
     """`step`, `epoch` and `metrics` of the last epoch. A resume reports them again, in case the record did not reach the disk."""
+    evaluation_pending: bool = False
+    """Whether that record lacks its evaluation. A checkpoint with a pending evaluation has the weights that it evaluates."""
     reached: dict[str, float] = field(default_factory=dict)
     """`time_to_accuracy_s` and `steps_to_accuracy` once `train.until_top1_pct` is reached; empty until then."""
     skipped: dict[int, str] = field(default_factory=dict)
@@ -78,11 +80,11 @@ class Progress:
         self.history = [*self.history, {"epoch": self.epoch, "step": self.step, **learned}]
         self.epoch_record = {"step": self.step, "epoch": float(self.epoch), "metrics": learned | measured}
 
-    def add_seconds(self, seconds: Mapping[str, float]) -> None:
-        """Add the seconds spent on the last epoch since it was recorded, by their names in the record."""
+    def add_to_record(self, numbers: Mapping[str, float]) -> None:
+        """Add numbers to the last epoch's record: to those it has of the same names, if any."""
 
-        def added(numbers: Mapping[str, float]) -> dict[str, float]:
-            return {**numbers, **{name: numbers[name] + more for name, more in seconds.items()}}
+        def added(record: Mapping[str, float]) -> dict[str, float]:
+            return {**record, **{name: record.get(name, 0.0) + more for name, more in numbers.items()}}
 
         self.history = [*self.history[:-1], added(self.history[-1])]
         self.epoch_record = {**self.epoch_record, "metrics": added(self.epoch_record["metrics"])}
@@ -256,6 +258,27 @@ def restore(path: Path, state: CheckpointState, group: Group, accepted_data: Dat
     if meta["world_size"] == group.world_size:
         _restore_generators(tensors, group)
     return other_data
+
+
+def load_student(path: Path, step: int, student: nn.Module, average: WeightAverage | None) -> None:
+    """Load the student of the checkpoint of `step`, and its averages, waiting for shared folders as `restore` does.
+
+    Raises CheckpointError: the file is damaged or does not appear, or has another model.
+    """
+    until_s = time.monotonic() + OLD_FILE_S
+    while True:
+        found = result_or_error(lambda: read(path))
+        if not isinstance(found, DistillError) and _identity(found[1])[0] == step:
+            break
+        if time.monotonic() > until_s:
+            seen = found if isinstance(found, DistillError) else f"the checkpoint at {path} is of step {_identity(found[1])[0]}"
+            raise CheckpointError(f"{seen}, and not that of step {step}: check that the nodes share the folder")
+        time.sleep(1)
+    tensors, meta = found
+    weights = tensors | _strip_prefix("raw.", tensors)
+    _load_modules(path, student, nn.ModuleDict(), {name: weights[name] for name in weights if name.startswith("model.")}, meta)
+    if average is not None:
+        average.load(tensors)
 
 
 def load_init_stage(path: Path, state: CheckpointState, group: Group) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -15,6 +16,7 @@ from trainables.distributed.group import Group, all_gather_results, gather_objec
 from trainables.engine.checkpoint import FORMAT, CheckpointState, remove_shards
 from trainables.engine.optimizers import plain_numbers
 from trainables.engine.tensor_file import HostBuffer, PackedTensors, write_packed
+from trainables.rundir import replacing
 
 Publish = Callable[[Sequence[Path], int, float], None]
 
@@ -39,10 +41,11 @@ class CheckpointWriter:
         self._disk, self._buffer, self._publish, self._check = disk, HostBuffer(device), publish, check
         self._written: Future[None] | None = None
 
-    def save(self, paths: Sequence[Path], state: CheckpointState, group: Group) -> None:
+    def save(self, paths: Sequence[Path], state: CheckpointState, group: Group, *, keep_as: Path | None = None) -> None:
         """Copy the current state, and queue it on the disk writer for each of `paths`.
 
-        Every rank must call this. It first waits until the previous checkpoint is written.
+        Every rank must call this. It first waits until the previous checkpoint is written. `keep_as`: a file that gets what is in
+        the first of `paths` now, before that is replaced.
 
         Raises CheckpointError: on rank 0, if an earlier checkpoint could not be written.
         """
@@ -72,8 +75,16 @@ class CheckpointWriter:
         }
         # Serialize now, since training continues to change these values.
         texts = {path: json.dumps({**meta, "shards": shards[path]}) for path in paths}
+        if keep_as is not None and group.is_main:
+            self._disk.put(partial(self._copy, paths[0], keep_as))
+            paths = [*paths, keep_as]
         publish = partial(self._publish, list(paths), state.progress.step, float(state.progress.epoch))
         self._written = self._disk.put(partial(self._write, self._buffer.pack(tensors), texts, shards, stages, publish))
+
+    def _copy(self, source: Path, path: Path) -> None:
+        with replacing(path) as temporary:
+            shutil.copyfile(source, temporary)
+            self._check()
 
     def _write(
         self,

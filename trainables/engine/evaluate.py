@@ -20,6 +20,7 @@ from trainables.device.precision import with_precision
 from trainables.device.tensor_format import autocast, to_pixels
 from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers
 from trainables.engine.features import all_skipped, load_evaluated, result_details, split_loader
+from trainables.engine.weight_average import WeightAverage
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.models.forward import logits_and_aux
@@ -77,6 +78,16 @@ def evaluate(
     images, entropy, top1, top5 = all_reduce_sum(sums, group).tolist()
     n = images or float("nan")
     return {"top1_pct": 100 * top1 / n, "top5_pct": 100 * top5 / n, "loss": entropy / n, "num_images": images}
+
+
+def evaluate_averaged(measure: Callable[[], dict[str, float]], average: WeightAverage | None) -> dict[str, float]:
+    """Return what `measure` returns. With averaged weights it measures those, and `raw_…` are the results of the others."""
+    val = measure()
+    if average is None:
+        return val
+    raw = {f"raw_{name}": val[name] for name in ("top1_pct", "cka", "cosine", "loss") if name in val}
+    with average.swapped():
+        return {**measure(), **raw}
 
 
 def logits_of(

@@ -1,4 +1,5 @@
-"""Decide, on all ranks at the same step, whether to log, to save a checkpoint, or to end the stage within an epoch.
+"""Decide, on all ranks at the same step, whether to log, to save a checkpoint, to take the result of an evaluation, or to end the
+stage within an epoch.
 
 Clocks and requests differ by rank, so the ranks exchange them at agreed steps, a few seconds apart, and exchange nothing else.
 With NCCL an exchange waits for the GPU. Apart from writing the previous log line, nothing else in the loop does.
@@ -26,6 +27,8 @@ class Decision(NamedTuple):
     logs: bool = False
     saves: bool = False
     interruption: Interruption | None = None
+    evaluated: bool = False
+    """Whether the pending evaluation has ended."""
 
 
 @dataclass
@@ -36,6 +39,8 @@ class Interruptions:
     checkpoint_every_s: float
     request: InterruptionRequest
     clock: Callable[[], float] = time.monotonic
+    evaluated: Callable[[], bool] = lambda: False
+    """Whether a pending evaluation has ended; only rank 0's counts."""
     _saved_s: float = field(init=False)
     _logged_s: float = field(init=False)
     _exchanged_s: float = field(init=False)
@@ -62,13 +67,17 @@ class Interruptions:
     def exchange(self, step: int) -> Decision:
         """Exchange clocks and requests now, and return what all ranks do."""
         now_s = self.clock()
-        due = Decision(logs=now_s - self._logged_s >= LOG_S, saves=now_s - self._saved_s >= self.checkpoint_every_s)
+        due = Decision(
+            logs=now_s - self._logged_s >= LOG_S,
+            saves=now_s - self._saved_s >= self.checkpoint_every_s,
+            evaluated=self.evaluated(),
+        )
         num_steps = self._steps_until_next(step, now_s)
         ranks = gather_objects((due, num_steps, self.request()), self.group)
         due, self._num_steps, _ = ranks[0]
         self._exchanged_s, self._exchanged_step, self._next_step = now_s, step, step + self._num_steps
         interruption = next((request for *_, request in ranks if request is not None), None)
-        return Decision(due.logs, due.saves or interruption is not None, interruption)
+        return Decision(due.logs, due.saves or interruption is not None, interruption, due.evaluated)
 
     def _steps_until_next(self, step: int, now_s: float) -> int:
         """Estimate the steps until the next exchange: at most twice as many as last time, as steps may become slower."""

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.engine.backbone_evaluation import BackboneEvaluation
 from trainables.engine.checkpoint import CheckpointState, Progress
+from trainables.engine.checkpoint_evaluation import Evaluation
 from trainables.engine.checkpoint_writer import CheckpointWriter
 from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import Interruptions
@@ -38,6 +40,25 @@ class Snapshot(Protocol):
     def __call__(self, whole: bool = False) -> dict[str, float]: ...
 
 
+class Evaluator(Protocol):
+    """Runs `CheckpointEvaluation` in another process, for one checkpoint at a time."""
+
+    def start(self) -> bool:
+        """Return whether it runs, after starting it if there is room."""
+
+    def begin(self, config: TrainConfig, path: Path, step: int) -> None:
+        """Begin to evaluate the checkpoint of `step` at `path`, which stays there until `is_done`."""
+
+    def is_done(self, timeout_s: float = 0.0, beat: Callable[[], None] = lambda: None) -> bool:
+        """Return whether the evaluation that has begun has ended, after waiting for at most `timeout_s`.
+
+        Calls `beat` if it has made progress meanwhile. Raises EvaluatorDiedError: it has died, and there is no room for another.
+        """
+
+    def result(self) -> Evaluation:
+        """Return the result once `is_done`. Raises what the evaluation raised."""
+
+
 @dataclass(kw_only=True)
 class Job:
     """Everything that a training job has on this rank."""
@@ -60,6 +81,10 @@ class Job:
     interruptions: Interruptions
     backbone_evaluation: BackboneEvaluation | None = None
     """None for a student with a classifier."""
+    evaluator: Evaluator | None = None
+    """On rank 0, with `eval.asynchronous`."""
+    last_is_best: bool = False
+    """Whether the next save first copies `last`, the checkpoint of the epoch that was evaluated last, to `best`."""
     stop_early: Callable[[Sequence[float]], bool] | None = None
     """Whether a timing run may end, given its step times in seconds past the warm-up. None: run all steps."""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

@@ -92,20 +92,12 @@ def start_numbers(job: Job) -> dict[str, float]:
 
 
 def epoch_numbers(
-    job: Job,
-    *,
-    val: dict[str, float],
-    trained: dict[str, float],
-    telemetry: dict[str, float],
-    num_skipped: int,
-    seconds: dict[str, float],
+    job: Job, *, trained: dict[str, float], telemetry: dict[str, float], num_skipped: int, seconds: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return an epoch's numbers: those for the history, which checkpoints store, and those for its record only."""
-    learned = {f"val/{name}": value for name, value in val.items()}
-    learned |= {f"epoch/train/{name}": value for name, value in trained.items()}
+    """Return the numbers of an epoch's training: for the history, which checkpoints store, and for its record only."""
+    learned = {f"epoch/train/{name}": value for name, value in trained.items()}
     learned |= {"epoch/skipped_images": float(num_skipped), **seconds}
-    measured = throughput(job) | job.progress.reached | telemetry
-    return learned, {f"epoch/{name}": value for name, value in measured.items()}
+    return learned, {f"epoch/{name}": value for name, value in (throughput(job) | telemetry).items()}
 
 
 def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:

@@ -20,7 +20,7 @@ from trainables.device.tensor_format import autocast, pixels_of
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.batch_norm import accepts_empty_batches
 from trainables.distributed.gather import cpu_process_group
-from trainables.distributed.group import GlobalCount, Group, broadcast_result, gather_objects, seed_rank
+from trainables.distributed.group import GlobalCount, Group, broadcast_buffers, broadcast_result, gather_objects, seed_rank
 from trainables.distributed.pipeline.layout import Layout, build_layout
 from trainables.engine import checkpoint
 from trainables.engine.backbone_evaluation import BackboneEvaluation, open_labeled
@@ -29,9 +29,9 @@ from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter, Publish
 from trainables.engine.checks import check_finite, check_skipped, single_image_errors
 from trainables.engine.epochs import Epochs
-from trainables.engine.evaluate import evaluate, logits_of
+from trainables.engine.evaluate import evaluate, evaluate_averaged, logits_of
 from trainables.engine.interruptions import Decision, InterruptionRequest, Interruptions
-from trainables.engine.job import Job, Logits, Snapshot, TrainStep
+from trainables.engine.job import Evaluator, Job, Logits, Snapshot, TrainStep
 from trainables.engine.job_metrics import JobMetrics, build_metrics
 from trainables.engine.job_parts import Models, build_checkpoint_state, build_job_optimizers, build_models, open_loaders, restore
 from trainables.engine.log_lines import log_step, write_log_line
@@ -81,12 +81,13 @@ def build(
     interruption_request: InterruptionRequest = lambda: None,
     publish: Publish = lambda paths, step, epoch: None,
     check: Callable[[], None] = lambda: None,
+    evaluator: Evaluator | None = None,
 ) -> Job:
     """Open the data, build and wrap the models, and resume from the stage's last checkpoint if it has one.
 
     `connections`: to the actors of `teacher.service`; `disk`: the one that `report` puts its records into, if any;
     `heartbeat`: says from now on where the job is; `interruption_request`: see `Interruptions`;
-    `publish`, `check`: see `CheckpointWriter`.
+    `publish`, `check`: see `CheckpointWriter`; `evaluator`: on rank 0, with `eval.asynchronous`.
 
     Raises:
         DataError: the data cannot be read.
@@ -154,7 +155,13 @@ def build(
             checkpoints=CheckpointWriter(disk, group.device, publish, check),
             telemetry=telemetry,
             backbone_evaluation=backbone_evaluation,
-            interruptions=Interruptions(group, config.train.checkpoint_every_s, interruption_request),
+            interruptions=Interruptions(
+                group,
+                config.train.checkpoint_every_s,
+                interruption_request,
+                evaluated=evaluator.is_done if evaluator is not None else lambda: False,
+            ),
+            evaluator=evaluator,
             stop_early=stop_early,
             writes_log_late=group.device.type == "cuda",
             resources=resources.pop_all(),
@@ -230,7 +237,9 @@ def run_job(job: Job) -> dict[str, float]:
     job.metrics.clock.begin()
     log_why_no_noise_scale(job)
     job.report("start", progress.step, progress.epoch, start_numbers(job))
-    if progress.epoch_record:  # the job may have died between an epoch's checkpoint and its record
+    if progress.evaluation_pending:  # its evaluator has ended with the earlier processes
+        report_evaluation(job, evaluate_epoch(job))
+    elif progress.epoch_record:  # the job may have died between an epoch's checkpoint and its record
         job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
         return run_timing(job)
@@ -295,11 +304,15 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             is_last = stops or step_in_epoch == job.epochs.steps_per_epoch
             due = Decision() if is_last or stop_at is not None else job.interruptions.after_step(progress.step)
             saves = due.saves or (stop_at is None and not is_last and step_in_epoch % config.train.checkpoint_every == 0)
+            if progress.evaluation_pending:  # until it has ended, `last` is what it evaluates
+                saves = due.evaluated
             at_interval = step_in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps
             if at_interval or due.logs or saves or is_last:
                 log_step(job, step_in_epoch)
                 job.interruptions.logged()
                 stops = stops or stops_early(job)
+            if due.evaluated:
+                take_evaluation(job)
             if saves:
                 save_inside_epoch(job)
             if due.interruption is not None:
@@ -386,33 +399,95 @@ def save_inside_epoch(job: Job) -> None:
 def save(job: Job, paths: Sequence[Path]) -> None:
     """Save the current state to each of `paths`, see `CheckpointWriter.save`."""
     job.checkpoint_state.metrics = job.metrics.state()
-    job.checkpoints.save(paths, job.checkpoint_state, job.group)
+    keep_as = job.stage.best if job.last_is_best and job.stage.best not in paths else None
+    job.checkpoints.save(paths, job.checkpoint_state, job.group, keep_as=keep_as)
+    job.last_is_best = False
     job.interruptions.saved()
+    if job.progress.evaluation_pending and job.evaluator is not None:
+        job.disk.put(partial(job.evaluator.begin, job.config, job.stage.last, job.progress.step))
 
 
 def finish_epoch(job: Job) -> None:
-    """Check, evaluate if due, save the last and best checkpoints, then report: an epoch's record follows its checkpoint."""
+    """Check, evaluate if due, save the last and best checkpoints, then report: an epoch's record follows its checkpoint.
+
+    If the evaluator evaluates the checkpoint, `take_evaluation` reports the epoch later.
+    """
     check_finite(job)
+    progress = job.progress
+    if progress.evaluation_pending:
+        take_evaluation(job)
     trained, num_skipped = end_training(job)
     telemetry = job.telemetry()  # taken before the evaluation, whose load is different
-    val, best = {}, False
-    if is_evaluated(job, job.progress.epoch):
+    val, best, is_due = {}, False, is_evaluated(job)
+    seconds = epoch_seconds(job)
+    progress.record_epoch(*epoch_numbers(job, trained=trained, telemetry=telemetry, num_skipped=num_skipped, seconds=seconds))
+    progress.evaluation_pending = is_due and hands_over(job)
+    if is_due and not progress.evaluation_pending:
         val = evaluate_epoch(job)
-        evaluated = [job.val_loader, *(job.backbone_evaluation.labeled if job.backbone_evaluation else ())]
-        num_skipped += sum(len(check_skipped(job, loader, {})) for loader in evaluated)
-        best = job.progress.update_best(
-            score_of(job, val), val.get("top1_pct"), job.config.train.until_top1_pct, job.metrics.clock.train_s
-        )
-    numbers = epoch_numbers(
-        job, val=val, trained=trained, telemetry=telemetry, num_skipped=num_skipped, seconds=epoch_seconds(job)
-    )
-    job.progress.record_epoch(*numbers)
+        best = add_evaluation(job, val)
+        progress.add_to_record(epoch_seconds(job))
     with job.metrics.clock.part("checkpoint"):
         save(job, [job.stage.best, job.stage.last] if best else [job.stage.last])
-    if job.group.is_main:
+    if job.group.is_main and not progress.evaluation_pending:
         log_epoch(job, val, best)
-    job.progress.add_seconds(epoch_seconds(job))  # a checkpoint cannot hold how long it took itself
+    progress.add_to_record(epoch_seconds(job))  # a checkpoint cannot hold how long it took itself
+    if not progress.evaluation_pending:
+        job.report("epoch", **progress.epoch_record)
+
+
+def hands_over(job: Job) -> bool:
+    """Return whether the evaluator evaluates this epoch; rank 0 decides for all.
+
+    The workers together evaluate the last epoch, for which they would have to wait.
+    """
+    if not job.config.eval.asynchronous or is_last_epoch(job):
+        return False
+    if takes := gather_objects(job.evaluator is not None and job.evaluator.start(), job.group)[0]:
+        broadcast_buffers(job.student, job.train_state.group)  # as `evaluate` does
+    return bool(takes)
+
+
+def take_evaluation(job: Job) -> None:
+    """Wait until the evaluator has evaluated the last complete epoch, and report the epoch. Every rank must call this.
+
+    Raises what the evaluation raised.
+    """
+    with job.metrics.clock.part("eval"):
+        job.disk.wait()  # it begins once its checkpoint is written
+        beat = job.metrics.heartbeat.beat
+        while not gather_objects(job.evaluator is not None and job.evaluator.is_done(1.0, beat), job.group)[0]:
+            pass
+        found = broadcast_result(lambda: job.evaluator.result() if job.evaluator is not None else None, job.group)
+    assert found is not None
+    job.val_loader.skipped = found.skipped
+    report_evaluation(job, found.val)
+
+
+def report_evaluation(job: Job, val: dict[str, float]) -> None:
+    """Report the last complete epoch with its evaluation. If it is the best so far, the next save copies `last` to `best`."""
+    job.last_is_best = add_evaluation(job, val)
+    if job.group.is_main:
+        log_epoch(job, val, job.last_is_best)
     job.report("epoch", **job.progress.epoch_record)
+
+
+def add_evaluation(job: Job, val: dict[str, float]) -> bool:
+    """Add the last epoch's evaluation to its record. Return whether it is the best so far.
+
+    Raises DataError: no validation image could be read.
+    """
+    if not val["num_images"]:
+        raise DataError(f"{job.config.data.path}: no validation image could be read")
+    progress = job.progress
+    loaders = [job.val_loader, *(job.backbone_evaluation.labeled if job.backbone_evaluation else ())]
+    num_skipped = sum(len(check_skipped(job, loader, {})) for loader in loaders)
+    until_pct, train_s = job.config.train.until_top1_pct, job.metrics.clock.train_s
+    best = progress.update_best(score_of(job, val), val.get("top1_pct"), until_pct, train_s)
+    reached = {f"epoch/{name}": value for name, value in progress.reached.items()}
+    progress.add_to_record({f"val/{name}": value for name, value in val.items()} | reached)
+    progress.add_to_record({"epoch/skipped_images": float(num_skipped)})
+    progress.evaluation_pending = False
+    return best
 
 
 def score_of(job: Job, val: dict[str, float]) -> float | None:
@@ -445,22 +520,18 @@ def end_training(job: Job) -> tuple[dict[str, float], int]:
     return trained, num_skipped
 
 
-def is_evaluated(job: Job, num_epochs: int) -> bool:
-    """Return whether the job is evaluated after `num_epochs` epochs: every `evaluate_every` epochs and at the end.
+def is_evaluated(job: Job) -> bool:
+    """Return whether the job is evaluated after the last complete epoch: every `evaluate_every` epochs and at the end.
 
     An init stage is never evaluated, because it does not learn labels.
     """
-    due = num_epochs % job.config.train.evaluate_every == 0 or num_epochs == job.epochs.num
-    return not job.config.init_stage and (due or out_of_time(job))
+    return not job.config.init_stage and (job.progress.epoch % job.config.train.evaluate_every == 0 or is_last_epoch(job))
 
 
 def evaluate_epoch(job: Job) -> dict[str, float]:
-    """Run `evaluate` or `BackboneEvaluation`. With averaged weights, `raw_…` holds the results of the unaveraged ones.
-
-    Raises DataError: no validation image could be read.
-    """
+    """Run `evaluate` or `BackboneEvaluation` on all workers, see `evaluate_averaged`."""
     state, heartbeat, epoch = job.train_state, job.metrics.heartbeat, job.progress.epoch
-    is_last = epoch == job.epochs.num or out_of_time(job)
+    is_last = is_last_epoch(job)
 
     def measure() -> dict[str, float]:
         if job.backbone_evaluation is not None:
@@ -469,14 +540,12 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
         return evaluate(job.student, batches, job.logits, job.group, state.group)
 
     with job.metrics.clock.part("eval"):
-        val = measure()
-        if state.average is not None:
-            raw = {f"raw_{name}": val[name] for name in ("top1_pct", "cka", "cosine", "loss") if name in val}
-            with state.average.swapped():
-                val = {**measure(), **raw}
-    if not val["num_images"]:
-        raise DataError(f"{job.config.data.path}: no validation image could be read")
-    return val
+        return evaluate_averaged(measure, state.average)
+
+
+def is_last_epoch(job: Job) -> bool:
+    """Return whether training ends after the last complete epoch; the same on every rank."""
+    return job.progress.epoch == job.epochs.num or out_of_time(job)
 
 
 def out_of_time(job: Job) -> bool:

@@ -4,7 +4,6 @@ compute class means, or evaluate."""
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,13 +12,10 @@ from typing import Any
 
 import ray
 import ray.train
-import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
-from trainables.device.memory import release_device
-from trainables.device.numa import run_near
 from trainables.device.precision import set_matmul_precision, with_precision
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group, gather_objects
@@ -41,6 +37,7 @@ from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.actor_connection import ActorConnection
+from trainables.worker.evaluation_actor import ActorEvaluator
 from trainables.worker.interruption_requests import InterruptionRequests
 from trainables.worker.node_telemetry import node_telemetry
 from trainables.worker.process_group import current_group
@@ -48,6 +45,7 @@ from trainables.worker.ray_failures import failures_typed
 from trainables.worker.recorder import RunRecorder
 from trainables.worker.reporter import Reporter
 from trainables.worker.reservation import worker_resources
+from trainables.worker.torch_settings import set_up_cpus, set_up_torch
 
 log = logging.getLogger("raydistill")
 
@@ -138,6 +136,9 @@ def _train(
     began_s = time.time()
     with contextlib.ExitStack() as stack:
         telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
+        evaluator = None
+        if config.eval.asynchronous and group.is_main:
+            evaluator = stack.enter_context(contextlib.closing(ActorEvaluator(resources_of(config, group))))
         job = build(
             config,
             group,
@@ -150,6 +151,7 @@ def _train(
             interruption_request=interruption_requests(config, group),
             publish=publish,
             check=check,
+            evaluator=evaluator,
         )
         stack.callback(job.close)
         if group.is_main:
@@ -174,33 +176,15 @@ def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequ
     """Return this rank's interruption requests; rank 0 reserves the resources that more workers would need."""
     if config.next_num_workers is None or not group.is_main:
         return InterruptionRequests()
-    assert isinstance(config.data.loader_workers, int)
-    bundle = worker_resources(config.scale, config.data.loader_workers, use_gpu=group.device.type == "cuda")
-    bundles = [bundle] * (config.next_num_workers - group.world_size)
+    bundles = [resources_of(config, group)] * (config.next_num_workers - group.world_size)
     # Ray reserves them once there is room; until then an autoscaler sees the demand. The driver releases them.
     return InterruptionRequests(placement_group(bundles, name=ray.train.get_context().get_experiment_name()))
 
 
-def set_up_torch(config: TrainConfig, group: Group) -> None:
-    """Reset this process's CPUs, caches and memory statistics, as if no stage had run in it before."""
-    set_up_cpus(config, group)
-    set_matmul_precision()
-    # The few shapes repeat, so searching for the fastest convolution pays off, but its winner differs from run to run.
-    torch.backends.cudnn.benchmark = not config.train.deterministic
-    torch.use_deterministic_algorithms(config.train.deterministic)
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at its first call
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a write of all memory
-    if config.train.compile:  # otherwise an earlier stage's kernels, compiled for other shapes, would be reused
-        torch.compiler.reset()
-    release_device(group.device)  # drop an earlier stage's peak memory, batches and decoders
-
-
-def set_up_cpus(config: TrainConfig | EvaluateConfig, group: Group) -> None:
-    """Pin this worker to as many CPUs as it reserves, near its GPU, and set torch's number of threads."""
+def resources_of(config: TrainConfig, group: Group) -> dict[str, float]:
+    """Return what each of the job's workers reserves."""
     assert isinstance(config.data.loader_workers, int)
-    run_near(group.device, config.scale.cpus_per_worker + config.data.loader_workers)
-    torch.set_num_threads(config.scale.cpus_per_worker)
+    return worker_resources(config.scale, config.data.loader_workers, use_gpu=group.device.type == "cuda")
 
 
 def fill_loop_per_worker(settings: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -30,6 +31,12 @@ def usable_nodes() -> dict[str, NodeResources]:
     draining, free = state.get_draining_nodes(), state.available_resources_per_node()
     alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     return {id: NodeResources(total, free.get(id, {})) for id, total in alive.items() if id not in draining}
+
+
+def has_room(resources: Mapping[str, float]) -> bool:
+    """Whether a node has so much of each resource free."""
+    free = [node.free for node in usable_nodes().values()]
+    return any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in free)
 
 
 def has_autoscaler() -> bool:

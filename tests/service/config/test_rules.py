@@ -160,6 +160,17 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ((*STAGES, "optim.losses={task: {lr: 0.1}}"), "optim.losses does not go with scale.pipeline_stages 2"),
         ((*STAGES, "teacher.service=1"), "teacher.service does not go with scale.pipeline_stages 2"),
         ((*STAGES, *GPU), "data.decoder gpu does not go with scale.pipeline_stages 2"),
+        ((*STAGES, "eval.asynchronous=true"), "eval.asynchronous does not go with scale.pipeline_stages 2"),
+        (
+            ("eval.asynchronous=true", "scale.num_workers=[1, 2]"),
+            "eval.asynchronous does not go with scale.min_workers, whose workers would need the evaluator's place: write"
+            " eval.asynchronous: false, or write scale.min_workers: null",
+        ),
+        (
+            ("eval.asynchronous=true", "train.until_top1_pct=90"),
+            "eval.asynchronous does not go with train.until_top1_pct, which waits for each evaluation: write",
+        ),
+        (("eval.asynchronous=true", *UNLABELED), "eval.asynchronous does not go with data.labels false, whose evaluation"),
         (("scale.min_workers=2",), "scale.min_workers 2 is more than scale.num_workers 1: write at most 1"),
         (("scale.sync_batch_norm=true", "optim.accumulate=2"), "scale.sync_batch_norm does not go with optim.accumulate 2"),
         (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean needs teacher.weights"),

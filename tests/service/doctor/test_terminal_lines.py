@@ -109,6 +109,14 @@ def test_epochs_are_read_from_log_lines_weighted_by_their_steps() -> None:
     assert [(epoch.step_ms, epoch.eval_s) for epoch in e.epochs] == [(160.0, 2.0)]
 
 
+def test_an_epoch_that_was_evaluated_while_the_next_one_trained_has_the_times_of_its_own_steps() -> None:
+    lines: list[dict[str, Any]] = [{"kind": "start", "step": 0, "metrics": {"steps_per_epoch": 10}}]
+    steps = [{"kind": "step", "step": 10 * n, "metrics": {"train/phase/step_ms": 100.0 * n}} for n in (1, 2)]
+    epochs = [{"kind": "epoch", "step": 10 * n, "metrics": {}} for n in (1, 2)]
+    e = evidence_of(experiment(), step_of(), [*lines, *steps, *epochs])
+    assert [epoch.step_ms for epoch in e.epochs] == [100.0, 200.0]
+
+
 def test_of_a_run_on_a_gpu_that_gets_hot_that_is_the_first_finding() -> None:
     assert case_lines([hot_gpu(throttled=True)])[0].startswith("thermal drift, 11% to gain: an epoch's steps grew from 17")
     assert case_lines([hot_gpu(throttled=False)])[0].startswith("nothing to gain over 5%")

@@ -101,6 +101,20 @@ def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:
     assert "loss 0.500" in out.getvalue()
 
 
+def test_a_bar_does_not_go_back_where_an_epoch_was_evaluated_while_the_next_one_trained(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with Display(Console(file=out, width=160, force_terminal=True)) as display:
+        display.watch(RunDir(tmp_path).events)
+        display.follow("student", "student", StageDir(tmp_path))
+        add(RunDir(tmp_path), START, numbers("step", "student", 30), numbers("epoch", "student", 20, **{"val/top1_pct": 80.0}))
+        display.tick()
+        assert display._bars is not None
+        display._bars.refresh()
+    assert "30/40" in out.getvalue()
+    assert "val 80.00%" in out.getvalue()
+    assert "20/40" not in out.getvalue()
+
+
 def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: Path) -> None:
     out = io.StringIO()
     add(RunDir(tmp_path), START)

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from service.config.experiment import Resolved, load
+from service.runs.dry_run import training_lengths
 from service.runs.preflight import check_train
 from service.sweeps.preflight import check_sweep, mark_unbuildable
 from service.sweeps.trials import plan_trials
@@ -201,3 +202,18 @@ def test_what_a_method_cannot_teach_of_two_classes_is_a_notice() -> None:
     with notices_to(lines.append):
         check_train(small(*TWO_CLASSES, "distill.method=dkd"))
     assert lines == ["distill.method: dkd with two classes: nckd is 0, so only its other term teaches the student"]
+
+
+def test_a_run_says_how_long_each_of_its_trainings_is() -> None:
+    overrides = ["data.last_batch=short", "distill.method=[kd, ft]", "distill.options.ft.init_epochs=2", "train.until_s=60"]
+    assert list(training_lengths(small(*overrides).experiment)) == [
+        "teacher: 12 epochs of 1,442 images: 276 steps of 64",
+        "student-init: 2 epochs of 1,442 images: 46 steps of 64",
+        "student: at most 12 epochs of 1,442 images: 276 steps of 64",
+    ]
+    assert list(training_lengths(small("train.max_steps=50").experiment)) == ["student: 53 steps of 64 images, to time them"]
+    auto = list(training_lengths(small("data.global_batch_size=auto").experiment))
+    assert auto[0] == "batch: decided when the training begins; with the smallest that is tried, 8:"
+    assert auto[2] == "student: 12 epochs of 1,440 images: 2,160 steps of 8"
+    mixed = small("data.more=[{path: digits, share: 0.5, labels: true}]").experiment
+    assert list(training_lengths(mixed))[-1] == "student: 12 epochs of 2,880 images: 540 steps of 64"

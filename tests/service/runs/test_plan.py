@@ -68,7 +68,7 @@ def test_auto_takes_the_cores_that_training_leaves(tmp_path: Path) -> None:
         assert plan.assign("student", RunDir(tmp_path), {}).config.data.loader_workers == 2
 
 
-def test_pipeline_stages_in_an_object_store_are_refused_where_checkpoints_are_written(
+def test_pipeline_stages_and_an_evaluator_in_an_object_store_are_refused_where_checkpoints_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path / "copies"))
@@ -78,5 +78,8 @@ def test_pipeline_stages_in_an_object_store_are_refused_where_checkpoints_are_wr
     with pytest.raises(ExperimentError, match=r"support: give --out or --runs a folder") as caught:
         plan.assign("student", stored, {}, "/teacher")
     assert "\n" not in str(caught.value)
+    evaluated = Plan.on(load("digits", ["eval.asynchronous=true"]).experiment, cluster((16, 0)))
+    with pytest.raises(ExperimentError, match=r"^eval.asynchronous: .* or write eval.asynchronous: false$"):
+        evaluated.assign("student", stored, {}, "/teacher")
     timing = Plan.on(load("digits", [*stages, "train.max_steps=3"]).experiment, cluster((16, 0)))
     assert timing.assign("student", stored, {}, "/teacher").config.run_store is not None

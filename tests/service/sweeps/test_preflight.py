@@ -36,6 +36,12 @@ def test_a_sweep_is_not_elastic() -> None:
         check_sweep(resolved)
 
 
+@pytest.mark.parametrize("sets", ["eval.asynchronous=true", "sweep.space={eval.asynchronous: [true]}"])
+def test_trials_of_a_sweep_have_no_evaluators(sets: str) -> None:
+    with pytest.raises(ExperimentError, match=r"^eval\.asynchronous: a sweep's trials .*: leave it out, and their workers"):
+        check_sweep(load("digits", ["sweep.space={seed: [1, 2]}", sets]))
+
+
 @pytest.mark.parametrize("metric", ["{metric: top1_pct}", "{metric: time_to_accuracy, target_pct: 90}"])
 def test_a_sweep_for_accuracy_does_not_stop_after_steps(metric: str) -> None:
     resolved = load("digits", ["train.max_steps=20", f"sweep={metric}", "sweep.space={seed: [1, 2]}"])

@@ -101,6 +101,20 @@ def test_the_next_checkpoint_waits_for_the_one_before_and_uses_its_memory_again(
     assert torch.equal(found[1], state.student.weight)
 
 
+def test_a_checkpoint_that_is_replaced_is_kept_under_another_name_and_both_are_announced(tmp_path: Path) -> None:
+    state, last, best = state_of(nn.Linear(3, 4)), tmp_path / "last.safetensors", tmp_path / "best.safetensors"
+    announced = []
+    with DiskWriter() as disk:
+        writer = CheckpointWriter(disk, CPU, lambda paths, step, epoch: announced.append((list(paths), step)))
+        writer.save([last], state, Group())
+        first = state.student.weight.detach().clone()
+        go_on(state)
+        writer.save([last], state, Group(), keep_as=best)
+    assert announced == [([last], 0), ([last, best], 1)]
+    assert torch.equal(checkpoint.read(best)[0]["model.weight"], first)
+    assert torch.equal(checkpoint.read(last)[0]["model.weight"], state.student.weight)
+
+
 def test_safetensors_reads_each_type_and_layout_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "all.safetensors"
     tensors = {f"{name}{rank}": torch.ones([3] * rank).to(dtype) for dtype, name in DTYPES.items() for rank in (0, 1, 2)}

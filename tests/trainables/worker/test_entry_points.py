@@ -25,7 +25,7 @@ from trainables.config import FEATURES_TAP, DataConfig, EvaluateConfig, Measure
 from trainables.distributed.group import Group
 from trainables.failures import EndedError
 from trainables.rundir import StageDir
-from trainables.worker import entry_points
+from trainables.worker import entry_points, torch_settings
 
 ON_A_CPU = "a CPU has no bf16"
 
@@ -38,7 +38,8 @@ def alone_where_tf32_is_allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     for name, value in {"handlers": [], "filters": [], "level": log.level, "propagate": log.propagate}.items():
         monkeypatch.setattr(log, name, value)
     monkeypatch.setattr(entry_points, "current_group", Group)
-    monkeypatch.setattr(entry_points, "set_up_cpus", lambda *_: None)
+    for module in (entry_points, torch_settings):
+        monkeypatch.setattr(module, "set_up_cpus", lambda *_: None)
     torch.set_float32_matmul_precision("high")
     yield
     for handler in log.handlers:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.trainables.jobs import config
 from trainables.distributed.group import Group
 from trainables.methods import relations
-from trainables.worker import entry_points
+from trainables.worker import torch_settings
 
 U = 2.0**-11
 BOUND = 2 * U + U**2
@@ -37,9 +37,9 @@ def torch_as_it_was() -> Iterator[None]:
 
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_a_worker_has_full_products_also_where_its_container_allows_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_points, "set_up_cpus", lambda *_: None)
+    monkeypatch.setattr(torch_settings, "set_up_cpus", lambda *_: None)
     torch.set_float32_matmul_precision("high")  # as with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's containers set
-    entry_points.set_up_torch(config(tmp_path, precision="fp32"), Group())
+    torch_settings.set_up_torch(config(tmp_path, precision="fp32"), Group())
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -47,11 +47,11 @@ def test_a_worker_has_full_products_also_where_its_container_allows_tf32(tmp_pat
 def test_a_deterministic_stage_has_one_kernel_for_each_operation_and_the_next_stage_has_the_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entry_points, "set_up_cpus", lambda *_: None)
+    monkeypatch.setattr(torch_settings, "set_up_cpus", lambda *_: None)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     for deterministic in (True, False):
         settings = config(tmp_path, precision="fp32", train={"deterministic": deterministic})
-        entry_points.set_up_torch(settings, Group())
+        torch_settings.set_up_torch(settings, Group())
         assert torch.are_deterministic_algorithms_enabled() is deterministic
         assert torch.backends.cudnn.benchmark is not deterministic
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
