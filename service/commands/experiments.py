@@ -12,7 +12,6 @@ from service.commands.path_types import RecipeOrKey
 from service.config.dotted import flatten
 from service.config.experiment import load
 from service.config.files import recipes
-from service.config.messages import source_of_key
 from service.config.reference import keys_below
 from service.config.schema import Experiment
 from service.runs.display import output
@@ -62,10 +61,9 @@ def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
     resolved = load(recipe_or_file, overrides, method_files="ignore")
     flat = flatten(resolved.experiment.model_dump(mode="json"))
     path = Path(recipe_or_file)
-    names = {recipe_or_file: display_name(path)} if path.is_file() else {}
-    sources = {key: names.get(source, source) for key, source in resolved.sources.items()}
+    name = display_name(path) if path.is_file() else recipe_or_file
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
-    comments = {key: f"# {source_of_key(key, sources, 'default')}" for key in texts}
+    comments = {key: f"# {resolved.sources.get(key, 'default').replace(recipe_or_file, name)}" for key in texts}
     left, middle, right = (max(map(len, column.values())) for column in ({key: key for key in texts}, texts, comments))
     middle = min(60, middle, max(10, output().width - left - right - 4))
     for key, text in texts.items():

@@ -9,7 +9,7 @@ from rich.text import Text
 from service.commands.options import print_all
 from service.commands.path_types import MethodName
 from service.config.experiment import parse_override
-from service.config.messages import ConfigProblems
+from service.config.messages import with_sources
 from service.config.rules import check_options
 from service.report.method_table import method_parts, method_table
 from service.runs.display import output
@@ -73,8 +73,8 @@ def check_arguments(name: str, options: Mapping[str, object], models: Mapping[st
     """Refuse a method, options or models (option → name) that do not exist. Raises ExperimentError: one line for each."""
     try:
         check_options(name, options, missing="give --option {name}=…")
-    except ConfigProblems as problems:
-        raise ExperimentError(problems.text("--option")) from problems
+    except ExperimentError as error:
+        raise with_sources(error, "--option") from error
     for option, model in models.items():
         try:
             check_model_name(model)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config import strict_yaml
-from service.config.dotted import flatten, merge
+from service.config.dotted import merge
 from trainables.errors import ExperimentError, did_you_mean
 
 MAX_FILE_BYTES = 16 << 20
@@ -18,10 +18,8 @@ class WrittenExperiment:
     """What a file and its bases say, before it is checked."""
 
     tree: dict[str, Any]
-    sources: dict[str, str]
-    """Dotted key → the file or recipe that its value comes from."""
     marks: dict[str, str]
-    """Dotted key → the place in a file where it is written, FILE:LINE:COLUMN."""
+    """Dotted key → where it is written: FILE:LINE:COLUMN, or the recipe."""
     where: str
     """The file or recipe itself, for messages."""
 
@@ -54,18 +52,17 @@ def read_experiment_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenEx
         raise ExperimentError(f"{name}: `base` leads back to itself ({cycle})")
     tree, marks = _parse(text, where)
     if name in recipes():
-        marks = {}
+        marks = dict.fromkeys(marks, where)
     base = tree.pop("base", None)
-    sources = dict.fromkeys(flatten(tree), where)
     if base is None:
-        return WrittenExperiment(tree, sources, marks, where)
+        return WrittenExperiment(tree, marks, where)
     if not isinstance(base, str):
         raise ExperimentError(f"{where}: base: give one recipe or file")
     relative = str(Path(name).parent / base) if name not in recipes() and base not in recipes() else base
     below = read_experiment_file(relative, (*named_by, name))
-    below.tree.pop("name", None)  # a run is named after its own file, not after what that builds on
-    below.sources.pop("name", None)
-    return WrittenExperiment(merge(below.tree, tree), {**below.sources, **sources}, {**below.marks, **marks}, where)
+    for known in (below.tree, below.marks):
+        known.pop("name", None)  # a run is named after its own file, not after what that builds on
+    return WrittenExperiment(merge(below.tree, tree), {**below.marks, **marks}, where)
 
 
 def _text_of(file: str, where: str) -> str:

@@ -5,13 +5,13 @@ Importing this costs no torch. A method is loaded, and torch with it, only where
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from service.config.messages import SETTABLE, ConfigProblems, problems_of
+from service.config.messages import SETTABLE, problems_of
 from service.config.schema import Experiment
-from service.config.sweep import OF_LABELS, SweepConfig
+from service.config.sweep import OF_LABELS, TIME, SweepConfig
 from trainables.config import DistillConfig
 from trainables.config.models import ModelConfig
 from trainables.errors import ExperimentError
@@ -19,7 +19,6 @@ from trainables.methods.registry import METHODS, check_name, load_method
 from trainables.rules import (
     METHOD_RULES,
     RULES,
-    MethodNeeds,
     Rule,
     first_problem,
     first_problem_of_methods,
@@ -53,6 +52,10 @@ def _next_evaluated(experiment: Experiment) -> int | None:
 
 _RULES: tuple[Rule, ...] = (
     (
+        lambda s: s.sweep.steps and s.sweep.metric == TIME and s.sweep.policy != "guided",
+        "sweep.steps: sweep.metric time_to_accuracy trains to the target: leave it out, or set sweep.policy to guided",
+    ),
+    (
         lambda s: s.distill.teacher_dropping and (len(s.all_teachers) < 2 or s.assistants),
         "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave it out",
     ),
@@ -74,14 +77,17 @@ _RULES: tuple[Rule, ...] = (
 
 
 def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
-    """Refuse what does not go together, methods that do not exist, and options that they do not have. Raises ConfigProblems."""
+    """Refuse what does not go together, methods that do not exist, and options that they do not have.
+
+    Raises ExperimentError.
+    """
     if problem := first_problem(experiment, (*RULES, *_RULES)):
-        raise ConfigProblems([("", problem)])
+        raise ExperimentError(problem)
     paths = [path for name in method_names(experiment) if (path := file_of(name)) is not None]
     if paths and (files == "ignore" or (files == "run if present" and not all(path.is_file() for path in paths))):
         return
 
-    def methods() -> Sequence[MethodNeeds]:
+    def methods() -> Sequence[Any]:
         distill = experiment.distillation
         is_plain = distill is not None and distill.method == ("kd",) and not distill.options.get("kd")
         is_plain = is_plain and not experiment.distill.teacher_dropping
@@ -91,15 +97,12 @@ def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
 
         return select_methods(distill)
 
-    try:
-        _check_options_of_all(experiment)
-        problem = first_problem_of_methods(methods, experiment, 0, METHOD_RULES)
-        if not {"distill.method", "distill.task_weight"} & experiment.sweep.axes.keys():  # each point is checked
-            problem = problem or labels_are_used(experiment, methods())
-        if problem:
-            raise ConfigProblems([("", problem)])
-    except ExperimentError as error:
-        raise ConfigProblems([(error.key, str(error))]) from error
+    _check_options_of_all(experiment)
+    problem = first_problem_of_methods(methods, experiment, 0, METHOD_RULES)
+    if not {"distill.method", "distill.task_weight"} & experiment.sweep.axes.keys():  # each point is checked
+        problem = problem or labels_are_used(experiment, methods())
+    if problem:
+        raise ExperimentError(problem)
 
 
 def needs_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
@@ -153,9 +156,7 @@ def _check_options_of_all(experiment: Experiment) -> None:
 def check_options(name: str, options: Mapping[str, object], missing: str = SETTABLE) -> None:
     """Refuse options that the method does not have or that it lacks, or invalid values. `missing`: see `problems_of`.
 
-    Raises:
-        ConfigProblems: one line for each.
-        ExperimentError: the method cannot be loaded.
+    Raises ExperimentError: one line for each, or the method cannot be loaded.
     """
     section = load_method(name).Options
     try:

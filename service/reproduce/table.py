@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from service.config import strict_yaml
 from service.config.dotted import flatten, merge
 from service.config.files import recipes, shipped
-from service.config.messages import problems_of
+from service.config.messages import problems_of, with_sources
 from trainables.config import Count, Section
 from trainables.errors import ExperimentError, did_you_mean
 
@@ -175,7 +175,7 @@ def read_table(name: str) -> Table:
     try:
         table = Table.model_validate(tree)
     except ValidationError as error:
-        raise ExperimentError(problems_of(error, Table).text(name)) from error
+        raise with_sources(problems_of(error, Table), name) from error
     if name in ours or table.recipe in recipes():
         return table
     return table.model_copy(update={"recipe": str(Path(name).parent / table.recipe)})

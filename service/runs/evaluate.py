@@ -15,7 +15,7 @@ from service.cluster.connect import check_ray_address, connect
 from service.cluster.resources import Cluster, Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
 from service.config.dotted import put
 from service.config.experiment import parse_override
-from service.config.messages import problems_of
+from service.config.messages import problems_of, with_sources
 from service.config.paths import absolute, absolute_model
 from service.runs.display import Display, wait_for
 from service.runs.driver_log import recording
@@ -151,7 +151,7 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
     try:
         return EvaluateConfig.model_validate(tree)
     except ValidationError as error:
-        raise ExperimentError(problems_of(error, EvaluateConfig).text("--set")) from error
+        raise with_sources(problems_of(error, EvaluateConfig), "--set") from error
 
 
 def run_evaluation(
