@@ -259,6 +259,7 @@ CLASHES = (
         "sweep.metric=top1_pct|best_top1_pct|top5_pct|cka|cosine|linear_top1_pct|val_loss, sweep.policy=asha",
         "which compares accuracies between epochs",
     ),
+    ("features alone", "sweep.metric=top1_pct|best_top1_pct|top5_pct|linear_top1_pct|time_to_accuracy", "which needs labels"),
     ("sweep.metric=pareto", "sweep.policy!=guided", ""),
     ("sweep.budget_grid_share", "sweep.budget_gpu_h", "which bounds the search too"),
     ("sweep.metric=time_to_accuracy", "!sweep.target_pct", "the accuracy to reach"),

@@ -72,7 +72,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
 def check_arguments(name: str, options: Mapping[str, object], models: Mapping[str, str]) -> None:
     """Refuse a method, options or models (option → name) that do not exist. Raises ExperimentError: one line for each."""
     try:
-        check_options(name, options, missing="give --option {name}=…")
+        check_options(name, options)
     except ExperimentError as error:
         raise with_sources(error, "--option") from error
     for option, model in models.items():

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 from service.config import strict_yaml
 from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
-from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of, with_sources
+from service.config.messages import ConfigProblems, known_keys, nearest, problems_of, with_sources
 from service.config.paths import absolute_paths
 from service.config.rules import MethodFiles, check_rules, model_names
 from service.config.schema import MAX_NAME, Experiment
 from service.config.space import check_space
 from service.config.sweep import SweepConfig
-from service.config.uris import checked_uri, secret_refusal
+from service.config.uris import secret_refusal
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name, library_of
@@ -172,12 +172,10 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
     try:
         experiment = Experiment.model_validate(tree)
     except ValidationError as error:
-        raise problems_of(error, Experiment, missing=SETTABLE) from error
+        raise problems_of(error, Experiment) from error
     check_rules(experiment, method_files)
     for key, name in model_names(experiment).items():
         _check_model(key, name, method_files)
-    if experiment.tracking.enabled and experiment.tracking.uri is not None:
-        checked_uri(experiment.tracking.uri)
     _check_sweep(experiment.sweep)
     _check_secrets(experiment)
     return experiment
@@ -204,7 +202,7 @@ def _check_secrets(experiment: Experiment) -> None:
 def _check_sweep(sweep: SweepConfig) -> None:
     """Refuse a space that cannot be searched as it is written."""
     check_space(sweep.space, sweep.policy)
-    keys = list(known_keys(Experiment))
+    keys = known_keys(Experiment)
     for key in sweep.axes:
         known = key in keys or (key.startswith("distill.options.") and key.count(".") == 3)
         if not known or key.startswith(("sweep", "tracking", "name")):
@@ -213,4 +211,4 @@ def _check_sweep(sweep: SweepConfig) -> None:
             problem = "one teacher is prepared and shared by all trials: run a sweep for each teacher"
         else:
             continue
-        raise ExperimentError.of_key("sweep.points" if sweep.points else "sweep.space", f"{key}: {problem}")
+        raise ExperimentError.of_key(sweep.searched, f"{key}: {problem}")

@@ -13,8 +13,6 @@ from trainables.config import Section
 from trainables.errors import ExperimentError, closest_matches
 
 MAX_LINES = 6
-SETTABLE = "write it in the file or --set {key}=…"
-"""What to do about a key that an experiment lacks."""
 
 _VALID_VALUES = {
     "int": "an integer",
@@ -69,13 +67,8 @@ def _source(key: str, sources: Mapping[str, str], where: str) -> str:
     return sources[around] if around else next((source for name, source in sources.items() if name.startswith(f"{key}.")), where)
 
 
-def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    return (key for key, _ in _fields(section, prefix))
-
-
-def _free_keys(section: type[BaseModel]) -> set[str]:
-    """The dotted keys below which users write names of their own, such as those of methods."""
-    return {key for key, field in _fields(section) if get_origin(field.annotation) is dict}
+def known_keys(section: type[BaseModel]) -> list[str]:
+    return [key for key, _ in _fields(section)]
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -105,20 +98,14 @@ def nearest(key: str, keys: Sequence[str]) -> str:
     return ""
 
 
-def problems_of(
-    error: ValidationError, section: type[BaseModel], *, prefix: str = "", missing: str = "write it in the file"
-) -> ConfigProblems:
-    """One problem for each wrong key or value of a `section`, whose own key is `prefix`, which ends with a dot.
-
-    `missing`: what to do about a `{key}`, or an option `{name}`, that is not there.
-    """
-    keys, free = list(known_keys(section)), _free_keys(section)
+def problems_of(error: ValidationError, section: type[BaseModel], *, prefix: str = "") -> ConfigProblems:
+    """One problem for each wrong key or value of a `section`, whose own key is `prefix`, which ends with a dot."""
+    keys = known_keys(section)
+    free = {key for key, field in _fields(section) if get_origin(field.annotation) is dict}  # below them are users' own names
     grouped: dict[tuple[str, str], list[Any]] = {}
     for detail in error.errors(include_url=False):
         grouped.setdefault(_key(detail, keys, free), []).append(detail)  # a union gives an error for each of its branches
-    return ConfigProblems(
-        [(prefix + key, _line(prefix + key, plain, details, keys, missing)) for (key, plain), details in grouped.items()]
-    )
+    return ConfigProblems([(prefix + key, _line(prefix + key, plain, found, keys)) for (key, plain), found in grouped.items()])
 
 
 def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, str]:
@@ -138,14 +125,14 @@ def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, s
     return key, plain
 
 
-def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], missing: str) -> str:
+def _line(key: str, plain: str, details: list[Any], keys: Sequence[str]) -> str:
     first = details[0]
     kind, last = first["type"], first["loc"][-1:]
     if kind in ("extra_forbidden", "invalid_key"):
         around, own = plain.rpartition(".")[0], key.rpartition(".")[0]
         return f"{key}: no such key{nearest(plain, keys).replace(f' {around}.', f' {own}.')}"
     if kind == "missing" and not isinstance(last[0], int):
-        return f"{key}: missing: " + ("write it in the list" if "[" in key else missing.format(key=key, name=last[0]))
+        return f"{key}: missing: write it"
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
     valid = " or ".join(dict.fromkeys(expected(detail) for detail in details if detail["type"] != "missing"))
@@ -166,8 +153,5 @@ def expected(detail: Any) -> str:
 
 def shown(value: Any) -> str:
     """A value as it would stand in YAML, cut where it is long."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):  # a date, or something that contains itself
-        text = type(value).__name__
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -14,8 +14,6 @@ FRONT = "pareto"
 TIME = "time_to_accuracy"
 TIME_S = f"{TIME}_s"
 """The name of that metric in the record of a training that has reached its target."""
-OF_LABELS = ("top1_pct", "best_top1_pct", "top5_pct", "linear_top1_pct", TIME)
-"""Metrics for which there have to be images with labels."""
 ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", "cka", "cosine", "linear_top1_pct", "val_loss")
 """Metrics of trials that train whole epochs."""
 MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data_pct", "peak_memory_mib", TIME})
@@ -74,6 +72,11 @@ class SweepConfig(Section):
                 if value not in values:
                     values.append(value)
         return dict(found)
+
+    @property
+    def searched(self) -> str:
+        """The key that names the searched ones."""
+        return "sweep.points" if self.points else "sweep.space"
 
     @property
     def timing_steps(self) -> int | None:

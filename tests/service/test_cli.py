@@ -739,7 +739,7 @@ def test_a_required_option_that_is_missing_is_named(refuse: Refuse, tmp_path: Pa
         "class Own(Method):\n    class Options(MethodOptions):\n        margin: float\n\n    terms = ('apart',)\n"
     )
     shown = refuse("check-method", f"{tmp_path}/own.py:Own")
-    assert shown == "--option: distill.options.Own.margin: missing: give --option margin=…"
+    assert shown == "--option: distill.options.Own.margin: missing: write it"
 
 
 # What no check foresaw

@@ -295,11 +295,11 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (*UNLABELED, "sweep={metric: top5_pct, steps: null}"),
-            "sweep.metric top5_pct needs images with labels, and data.labels is",
+            "data.labels false does not go with sweep.metric top5_pct, which needs labels: write eval.path, or write",
         ),
         (
             (*UNLABELED, "sweep={metric: time_to_accuracy, target_pct: 50, steps: null}"),
-            "sweep.metric time_to_accuracy needs images with labels",
+            "data.labels false does not go with sweep.metric time_to_accuracy, which needs labels",
         ),
         (
             ("eval.best=cka",),
