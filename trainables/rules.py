@@ -1,7 +1,7 @@
 """The table of what does not go together: rules between the keys of a configuration, and between those and a method's needs.
 
-The driver checks it when it reads an experiment; the worker when it builds a job, with the same messages. Most rows are pairs of
-settings that do not go together (`CLASHES`), or a setting and what methods do (`METHOD_CLASHES`): their messages are made here.
+The driver checks it when it reads an experiment, a worker when it builds a job. Most rows are pairs of settings that do not go
+together (`CLASHES`), or a setting and what methods do (`METHOD_CLASHES`): their messages are made here.
 Others have a condition, which gives what is broken or nothing, and a message, which is formatted with `s`, the settings, and
 `found`, what the condition gave; that of a method with `m`, the method, and `when` too. A message begins with the key that it is
 about. The first row that is broken counts, so that a row may rely on those above it.
@@ -10,6 +10,7 @@ Settings are a `TrainConfig`, or an experiment, which has the same sections and 
 `trainables.methods.select.SelectedMethod`, whose import costs torch.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -143,9 +144,7 @@ def _owner(settings: Any, key: str) -> tuple[Any, str]:
 
 def _text(value: Any) -> str:
     """A value as it is written."""
-    if value is None or value in ((), {}):
-        return {"()": "[]", "{}": "{}"}.get(str(value), "null")
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def setting(settings: Any, expression: str) -> Setting | None:
@@ -377,8 +376,7 @@ RULES: tuple[Rule, ...] = (
     (lambda s: resize_covers_crop(s.data), "{found}"),
     (
         lambda s: s.data.device_augment.mixes and replica_batch(s) % 2 and s.data.global_batch_size + s.scale.num_replicas,
-        "data.global_batch_size {s.data.global_batch_size}: mixup and cutmix mix pairs, and each worker has an odd number of"
-        " images: write {found}, or set both to 0",
+        "data.global_batch_size {s.data.global_batch_size}: mixup and cutmix need an even number for each worker: write {found}",
     ),
     (
         lambda s: _foreign_key(s.data.device_augment.policy),
@@ -441,8 +439,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         lambda s: s.train.bce_threshold and s.train.bce_threshold > 1 - s.train.label_smoothing,
-        "train.bce_threshold {s.train.bce_threshold:g} is above each target that train.label_smoothing"
-        " {s.train.label_smoothing:g} leaves: write a smaller one",
+        "train.bce_threshold {s.train.bce_threshold:g} is above all targets with train.label_smoothing: write a smaller one",
     ),
     (_unknown_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
     (
@@ -540,8 +537,7 @@ METHOD_RULES: tuple[MethodRule, ...] = (
     (
         lambda s, _: s.distillation and s.distillation.teacher_dropping,
         lambda m, _: m.requires.teacher and not m.beyond_logits,
-        "distill.teacher_dropping: {m.key} learns from the mean of the teachers' probabilities, of which none is left out: take"
-        " methods on features, such as embed, or leave it out",
+        "distill.teacher_dropping: {m.key} learns from the teachers' mean: take a method on features, or leave it out",
     ),
     (
         lambda s, classes: next(
@@ -554,26 +550,22 @@ METHOD_RULES: tuple[MethodRule, ...] = (
                 or (m.requires.logits and m.requires.all_logits and m.key)
             )
         ),
-        "teacher.cache_top_k: it keeps {when[0]} of {when[1]} classes apart, and {found} looks at each: leave it"
-        " out, or set distill.method to kd, without standardize",
+        "teacher.cache_top_k: it keeps {when[0]} of {when[1]} classes apart, and {found} looks at each: leave it out, or take kd",
     ),
     (
         lambda _, classes: classes == 2,
         lambda m, _: m.standardizes,
-        "distill.options.{m.key}.standardize: the standardised logits of two classes are always 0.71 and -0.71, which teaches"
-        " nothing: write false",
+        "distill.options.{m.key}.standardize: standardized logits of two classes are always 0.71 and -0.71: write false",
     ),
     (
         lambda s, _: s.distillation and s.distillation.options,
         lambda m, _: _idle_schedule(m),
-        "distill.options.{m.key}.{found}: {m.key} works in its init stage only, in which its weight is constant: leave {found}"
-        " out",
+        "distill.options.{m.key}.{found}: {m.key} works in its init stage only, with a constant weight: leave {found} out",
     ),
     (
         lambda s, _: s.distillation and s.distillation.options,
         lambda m, _: m.options.warmup_by != "step" and not m.options.warmup_epochs,
-        "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, or leave"
-        " warmup_by out",
+        "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set both, or leave warmup_by out",
     ),
     (lambda s, _: s.optim.losses, _missing_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
 )
@@ -586,10 +578,7 @@ def first_problem(settings: Any, rules: Iterable[Rule]) -> Problem:
 
 
 def first_problem_of_methods(
-    methods: Callable[[], Iterable[Any]],
-    settings: Any,
-    classes: int,
-    rules: Iterable[MethodRule],
+    methods: Callable[[], Iterable[Any]], settings: Any, classes: int, rules: Iterable[MethodRule]
 ) -> Problem:
     """The message of the first of `rules` that one of the `methods`, which are asked for where that matters, breaks.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from service.commands.options import SET, experiment_file
+from service.commands.options import SET, check_given, experiment_file
 from service.commands.path_types import RecipeOrKey
 from service.config.dotted import flatten
 from service.config.experiment import load
@@ -39,8 +39,7 @@ def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> 
     distill show --keys             all keys of an experiment: type, default, meaning
     distill show --keys optim       those of one section
     """
-    if keys and overrides:
-        raise click.UsageError("--keys and --set: give one of them, as --keys lists keys and not values")
+    check_given("--keys excludes --set")
     if keys:
         print_keys(recipe_or_file or "")
     elif recipe_or_file is None:

@@ -11,13 +11,14 @@ import click
 from click.core import ParameterSource
 
 from service.commands.path_types import Override, PathType, RecipeOrFile, RunPath, RunsRoot
+from service.runs.display import output
 from service.runs.stored.stored_runs import fetch_records, run_folder
 from trainables.errors import ExperimentError
 from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, expand_home
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 
 def default_runs_root() -> Path | str:
@@ -64,6 +65,16 @@ def is_given(parameter: str) -> bool:
     return click.get_current_context().get_parameter_source(parameter) is ParameterSource.COMMANDLINE
 
 
+def check_given(*rules: str) -> None:
+    """Refuse options of the running command that break a rule: `--a needs --b`, or `--a excludes --b`."""
+    names = {option: each.name or "" for each in click.get_current_context().command.params for option in each.opts}
+    for rule in rules:
+        option, verb, other = rule.split()
+        if is_given(names[option]) and is_given(names[other]) is (verb == "excludes"):
+            remedy = "give one of them" if verb == "excludes" else f"add {other}, or leave {option} out"
+            raise click.UsageError(f"{option} {verb} {other}: {remedy}")
+
+
 def experiment_file(text: str) -> str:
     """A recipe or file as it is; of the URI of a run, or of its experiment, the experiment's copy on this machine.
 
@@ -79,7 +90,7 @@ def experiment_file(text: str) -> str:
     return str(file)
 
 
-def print_all(console: Console, parts: Iterable[RenderableType]) -> None:
+def print_all(parts: Iterable[RenderableType]) -> None:
     """Print tables and lines; a line longer than the terminal is not broken."""
     for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
+        output().print(part, soft_wrap=isinstance(part, str))

@@ -87,4 +87,4 @@ def print_results(job: Reproduction) -> None:
     """Ours and the published numbers, as far as there are any."""
     found = cells(job)
     teachers = terminal.teachers_grid(job.table, teachers_of(job))
-    print_all(output(), [teachers, terminal.cells_grid(job.table, found, job.changed), terminal.verdict_counts(found)])
+    print_all([teachers, terminal.cells_grid(job.table, found, job.changed), terminal.verdict_counts(found)])

@@ -61,7 +61,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ),
         (
             ("data.device_augment.mixup=0.2", "data.global_batch_size=63"),
-            "data.global_batch_size 63: mixup and cutmix mix pairs, and each worker has an odd number of images: write",
+            "data.global_batch_size 63: mixup and cutmix need an even number for each worker: write 64",
         ),
         (
             ("data.device_augment.cutmix=0.2", "data.last_batch=short"),
@@ -120,7 +120,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ((*DOT, "optim.args={eps: 1}"), "optim.args does not go with optim.name dot"),
         (
             ("train.task_loss=bce", "train.label_smoothing=0.2", "train.bce_threshold=0.9"),
-            "train.bce_threshold 0.9 is above each target that train.label_smoothing 0.2 leaves: write a smaller one",
+            "train.bce_threshold 0.9 is above all targets with train.label_smoothing: write a smaller one",
         ),
         (("train.bce_threshold=0.2",), "train.bce_threshold does not go with train.task_loss cross_entropy"),
         ((*UNLABELED, "train.label_smoothing=0.1"), "train.label_smoothing does not go with data.labels false"),
@@ -259,7 +259,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             (*SEVERAL, "distill.method=[at]", "optim.losses={at: {}}"),
             "optim.losses: at has a loss with each of several teachers, which share an optimizer: leave at out",
         ),
-        ((*DROPPING, "distill.method=[kd]"), "kd learns from the mean of the teachers' probabilities, of which none is left out"),
+        ((*DROPPING, "distill.method=[kd]"), "distill.teacher_dropping: kd learns from the teachers' mean"),
         (
             ("teacher=null", "teachers=[{model: resnet8, weights: x}]", "distill.method=[embed]", "distill.teacher_dropping=0.5"),
             "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave",
