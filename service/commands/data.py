@@ -18,8 +18,8 @@ from trainables.rundir import expand_home
 
 
 @click.command()
-@click.argument("source", type=PathType(path_type=Path))
-@click.argument("dest", type=PathType(path_type=Path))
+@click.argument("source", type=PathType())
+@click.argument("dest", type=PathType())
 @click.option("--max-side", type=click.IntRange(min=1), help="Shrink larger images to JPEGs of this longer side, in pixels.")
 @click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="JPEG quality for --max-side.")
 @click.option("--raw", type=click.IntRange(min=1), help="Store pixels; the shorter side is at most this long.")
@@ -55,9 +55,9 @@ def pack(
 
 
 @click.command()
-@click.argument("directory", type=PathType(path_type=Path))
+@click.argument("directory", type=PathType())
 @click.option("--verify", is_flag=True, help="Read everything and compare every checksum.")
-@click.option("--sheet", type=PathType(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
+@click.option("--sheet", type=PathType(dir_okay=False), help="Write a PNG of pictures here.")
 @PROCESSES
 def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
     """The content of a packed set: counts, classes, sizes, shapes, pictures."""

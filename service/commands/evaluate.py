@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, check_given
-from service.commands.path_types import DataPath, FileOrUri, MethodName, PathType
+from service.commands.path_types import FileOrUri, MethodName, PathType
 from service.runs.embed import embed as run_embed
 from service.runs.evaluate import resolve, run_evaluation
 from trainables.config import FEATURES_TAP, Measure
@@ -22,7 +22,7 @@ MEASURED = {"loss": "loss {:.5f}", "num_neighbors": "k-NN of {:.0f} neighbors on
 
 @click.command()
 @click.argument("checkpoint", type=FileOrUri())
-@click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
+@click.option("--data", "data_path", type=FileOrUri(), required=True, help=DATA_PATH)
 @click.option("--model", type=MethodName(), help="As teacher.model: CHECKPOINT is then as teacher.weights.")
 @WEIGHTS_KEY
 @click.option("--probe", type=click.Choice(["knn", "linear"]), help="Measure a classifier on its frozen features instead.")
@@ -43,8 +43,8 @@ def evaluate(
 
 @click.command()
 @click.argument("model", metavar="CHECKPOINT|RUN|MODEL", type=FileOrUri())
-@click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
-@click.option("--to", type=PathType(path_type=Path, dir_okay=False), required=True, help="FILE.parquet or FILE.npy.")
+@click.option("--data", "data_path", type=FileOrUri(), required=True, help=DATA_PATH)
+@click.option("--to", type=PathType(dir_okay=False), required=True, help="FILE.parquet or FILE.npy.")
 @click.option("--weights", type=FileOrUri(), help="Weights of MODEL, as teacher.weights.")
 @WEIGHTS_KEY
 @TAP

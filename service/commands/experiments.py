@@ -8,7 +8,7 @@ import click
 from rich.text import Text
 
 from service.commands.options import SET, check_given, experiment_file
-from service.commands.path_types import RecipeOrKey
+from service.commands.path_types import RecipeOrFile
 from service.config.dotted import flatten
 from service.config.experiment import load
 from service.config.files import recipes
@@ -28,7 +28,7 @@ def list_recipes() -> None:
 
 
 @click.command()
-@click.argument("recipe_or_file", type=RecipeOrKey(), required=False)
+@click.argument("recipe_or_file", type=RecipeOrFile(), required=False)
 @SET
 @click.option("--keys", "keys", is_flag=True, help="List all keys, or those below the key that is given instead.")
 def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> None:

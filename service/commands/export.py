@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from service.commands.options import DATA_PATH, print_all
-from service.commands.path_types import DataPath, FileOrUri, PathType
+from service.commands.path_types import FileOrUri, PathType
 from service.config.experiment import read_resolved
 from service.config.paths import absolute
 from service.runs.stored.stored_runs import fetch_checkpoint, fetch_records
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=FileOrUri())
 @click.option("--to", type=click.Choice(list(EXPORTS)), required=True, help="The format.")
-@click.option(
-    "--out", type=PathType(path_type=Path), help="Folder of the file and of export.json; default: exports/FORMAT in the run."
-)
-@click.option("--data", "data_path", type=DataPath(), help=f"Validation images to compare on; default: the run's. {DATA_PATH}")
+@click.option("--out", type=PathType(), help="Folder of the file and of export.json; default: exports/FORMAT in the run.")
+@click.option("--data", "data_path", type=FileOrUri(), help=f"Validation images to compare on; default: the run's. {DATA_PATH}")
 @click.option("--limit", type=click.IntRange(1), default=1000, show_default=True, help="Most validation images to compare on.")
 @click.option("--preprocess", is_flag=True, help="onnx, torch_export: take uint8 (B, 3, H, W), and normalize them inside.")
 @click.option(
@@ -103,7 +101,7 @@ def lines_of(record: dict[str, Any], folder: Path) -> list[str]:
 @click.option("--threads", "num_threads", type=click.IntRange(1), help="Threads of torch and onnxruntime; default: torch's.")
 @click.option("--image-size", type=click.IntRange(1, 4096), help="Pixels a side; default: the model's own.")
 @click.option("--compile", "compiled", is_flag=True, help="A row for torch.compile, too.")
-@click.option("--json", "json_file", type=PathType(path_type=Path, dir_okay=False), help="Write the numbers to this file, too.")
+@click.option("--json", "json_file", type=PathType(dir_okay=False), help="Write the numbers to this file, too.")
 def bench_model(
     model: str, batches: str, num_threads: int | None, image_size: int | None, compiled: bool, json_file: Path | None
 ) -> None:

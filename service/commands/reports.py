@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from service.commands.options import DIR, RUNS_OR_URI, SET, is_given, print_all
-from service.commands.path_types import PathType, RunOrRecipe, RunPath, is_run_folder
+from service.commands.path_types import PathType, RunOrRecipe, is_run_folder
 from service.config.experiment import load
 from service.doctor.measure import measured_lines, parts_of, probe
 from service.doctor.read_run import read_run
@@ -22,7 +22,7 @@ from service.runs.run_directory import reopen
 from service.runs.stored.stored_runs import run_folder
 from trainables.object_store.store import is_uri
 
-HTML = PathType(path_type=Path, dir_okay=False)
+HTML = PathType(dir_okay=False)
 
 
 @click.command()
@@ -37,8 +37,8 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 
 
 @click.command()
-@click.argument("a", type=RunPath(path_type=Path))
-@click.argument("b", type=RunPath(path_type=Path))
+@click.argument("a", type=PathType(run_folder))
+@click.argument("b", type=PathType(run_folder))
 @click.option("--html", type=HTML, help="Also write the comparison as a page here.")
 def compare(a: Path, b: Path, html: Path | None) -> None:
     """Two sweeps or runs side by side: the best of each, speed at common points, and the differences between the experiments."""

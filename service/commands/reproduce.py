@@ -8,7 +8,7 @@ import click
 
 from service.cluster.local_ray import RayLostError
 from service.commands.options import RUNS, SET, print_all
-from service.commands.path_types import DataPath, NameOrFile, PathType
+from service.commands.path_types import FileOrUri, NameOrFile, PathType
 from service.reproduce import terminal
 from service.reproduce.run_table import (
     Reproduction,
@@ -32,10 +32,10 @@ from trainables.errors import ClusterError, TrainingError
 @click.option("--pairs", help="Teacher–student pairs with commas between them; default: all.")
 @click.option("--methods", help="Columns of the table; `student` is the students alone; default: all.")
 @click.option("--seeds", default="0,1,2", show_default=True)
-@click.option("--data", "data_path", type=DataPath(), help="As data.path; default: the recipe's.")
-@click.option("--teachers", type=PathType(path_type=Path), help="Folder of published checkpoints.")
+@click.option("--data", "data_path", type=FileOrUri(), help="As data.path; default: the recipe's.")
+@click.option("--teachers", type=PathType(), help="Folder of published checkpoints.")
 @SET
-@click.option("--out", type=PathType(path_type=Path), help="Folder of its sweeps; default: ROOT/reproduce-TABLE-TIME.")
+@click.option("--out", type=PathType(), help="Folder of its sweeps; default: ROOT/reproduce-TABLE-TIME.")
 @RUNS
 @click.option("--dry-run", is_flag=True, help="Print the plan and what there is of it in --out.")
 def reproduce(

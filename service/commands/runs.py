@@ -104,7 +104,7 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
 @RUNS
 @click.option(
     "--publish",
-    type=PathType(path_type=Path, file_okay=False),
+    type=PathType(file_okay=False),
     help="Fill DIR in place of teacher.cache, and add what others need to read it: a reinforced data set.",
     metavar="DIR",
 )
