@@ -22,7 +22,6 @@ from service.reproduce.run_table import (
 )
 from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
-from service.runs.display import output
 from service.runs.run_directory import check_writable, new_run_dir
 from trainables.errors import ClusterError, TrainingError
 
@@ -60,9 +59,7 @@ def reproduce(
     planned_out = out or root / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     job = Reproduction(published, request, sweeps, changed, planned_out.absolute(), root)
     check_begun(job)
-    console = output()
-    console.print(terminal.plan_grid(job))
-    console.print(terminal.plan_line(job), soft_wrap=True)
+    print_all([terminal.plan_grid(job)])
     if dry_run:
         if out is not None:
             print_results(replace(job, changed=(*changed, *size_differences(job))))
@@ -85,6 +82,5 @@ def reproduce(
 
 def print_results(job: Reproduction) -> None:
     """Ours and the published numbers, as far as there are any."""
-    found = cells(job)
     teachers = terminal.teachers_grid(job.table, teachers_of(job))
-    print_all([teachers, terminal.cells_grid(job.table, found, job.changed), terminal.verdict_counts(found)])
+    print_all([teachers, terminal.cells_grid(job.table, cells(job), job.changed)])

@@ -133,13 +133,14 @@ def _line(key: str, plain: str, details: list[Any], keys: Sequence[str]) -> str:
         return f"{key}: no such key{nearest(plain, keys).replace(f' {around}.', f' {own}.')}"
     if kind == "missing" and not isinstance(last[0], int):
         return f"{key}: missing: write it"
+    prefix = f"{key}: " if key else ""
     if kind == "value_error":
-        return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
+        return f"{prefix}{first['msg'].removeprefix('Value error, ')}"
     valid = " or ".join(dict.fromkeys(expected(detail) for detail in details if detail["type"] != "missing"))
     if kind == "missing":  # values of a list: the last that is missing says how many there should be
         valid = f"a list of {details[-1]['loc'][-1] + 1}"
     below = next((k for k in keys if k.startswith(f"{plain}.")), "") if isinstance(first["input"], str) else ""
-    return f"{key}: must be {valid}, not {shown(first['input'])}" + (f"; did you mean {below}?" if below else "")
+    return f"{prefix}must be {valid}, not {shown(first['input'])}" + (f"; did you mean {below}?" if below else "")
 
 
 def expected(detail: Any) -> str:
