@@ -11,7 +11,6 @@ from service.config.experiment import parse_override
 from service.config.files import recipes
 from service.runs.run_directory import has_begun
 from trainables.errors import ExperimentError
-from trainables.notices import notice
 from trainables.object_store.store import is_uri
 from trainables.redact import redact_uris
 
@@ -68,7 +67,4 @@ def is_run_folder(text: str) -> bool:
     """
     if text in recipes() and has_begun(Path(text)):
         raise ExperimentError(f"{text} is a recipe and the folder of a run: write ./{text} for the run, or rename it")
-    if text in recipes() and Path(text).is_dir():
-        notice(f"{text} is the recipe, not the folder {text}, which has no run: write ./{text} for the folder")
-        return False
-    return Path(text).is_dir()
+    return text not in recipes() and Path(text).is_dir()
