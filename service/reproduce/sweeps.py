@@ -23,13 +23,19 @@ HARMLESS = (
     "data.path",
     "data.loader_workers",
     "data.loader",
+    "data.prefetch_batches",
     "data.stage",
+    "data.cache_mib",
     "scale.use_gpu",
     "scale.cpus_per_worker",
+    "scale.max_failures",
     "sweep.max_concurrent",
     "tracking",
     "train.log_every",
+    "train.checkpoint_every",
+    "train.channels_last",
     "train.compile",
+    "train.telemetry_every_s",
 )
 """Keys that may be set without changing what is trained: how fast it runs and what is recorded."""
 
