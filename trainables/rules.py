@@ -1,68 +1,29 @@
 """The table of what does not go together: rules between the keys of a configuration, and between those and a method's needs.
 
-The driver checks it when it reads an experiment; the worker when it builds a job, with the same messages. Most rows are pairs of
-settings that do not go together (`CLASHES`), or a setting and what methods do (`METHOD_CLASHES`): their messages are made here.
+The driver checks it when it reads an experiment, a worker when it builds a job. Most rows are pairs of settings that do not go
+together (`CLASHES`), or a setting and what methods do (`METHOD_CLASHES`): their messages are made here.
 Others have a condition, which gives what is broken or nothing, and a message, which is formatted with `s`, the settings, and
 `found`, what the condition gave; that of a method with `m`, the method, and `when` too. A message begins with the key that it is
 about. The first row that is broken counts, so that a row may rely on those above it.
+
+Settings are a `TrainConfig`, or an experiment, which has the same sections and more. A method is a
+`trainables.methods.select.SelectedMethod`, whose import costs torch.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from trainables.config import (
-    DataConfig,
-    DistillConfig,
-    EvalConfig,
-    MethodOptions,
-    OptimConfig,
-    PolicyConfig,
-    ScaleConfig,
-    TeacherConfig,
-    TeacherOfSeveralConfig,
-    TrainingConfig,
-    WeightedConfig,
-)
+from trainables.config import DataConfig, MethodOptions, OptimConfig, PolicyConfig, ScaleConfig, TrainConfig
 from trainables.user_code import model_parts
 
 Problem = str | None
 OURS = ("sgd", "adamw")
 """The optimizers that go with pipeline stages and several losses."""
-
-
-class JobSettings(Protocol):
-    """What an experiment and a training job have alike."""
-
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def weights(self) -> str | None: ...
-    @property
-    def freeze(self) -> bool: ...
-    @property
-    def teacher(self) -> TeacherConfig | None: ...
-    @property
-    def teachers(self) -> tuple[TeacherOfSeveralConfig, ...]: ...
-    @property
-    def all_teachers(self) -> tuple[WeightedConfig, ...]: ...
-    @property
-    def distillation(self) -> DistillConfig | None: ...
-    @property
-    def optim(self) -> OptimConfig: ...
-    @property
-    def scale(self) -> ScaleConfig: ...
-    @property
-    def train(self) -> TrainingConfig: ...
-    @property
-    def eval(self) -> EvalConfig: ...
-    @property
-    def precision(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -96,47 +57,26 @@ class Requirements:
         return self.logits or self.teacher_model or self.reuses_classifier
 
 
-class MethodNeeds(Protocol):
-    """What a method with its options needs, see `trainables.methods.select`."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def requires(self) -> Requirements: ...
-    @property
-    def options(self) -> MethodOptions: ...
-    @property
-    def terms(self) -> tuple[str, ...]: ...
-    @property
-    def task_weight(self) -> float: ...
-    @property
-    def beyond_logits(self) -> str | None: ...
-    @property
-    def standardizes(self) -> bool: ...
-    @property
-    def whole_student(self) -> str | None: ...
-
-
 Rule = tuple[Callable[[Any], object], str]
-"""What is broken, the message. The settings are a `JobSettings`, of which an experiment has more."""
-MethodRule = tuple[Callable[[Any, int], object], Callable[[MethodNeeds, Any], object], str]
+"""What is broken, the message."""
+MethodRule = tuple[Callable[[Any, int], object], Callable[[Any, Any], object], str]
 """When the settings restrict methods, given the number of classes (0: not known), and what of a method that breaks; the message.
 A method is loaded only where its settings restrict one."""
 OF_CACHE = ("cache_top_k", "cache_epochs", "cache_feature_dtype")
 """Keys of a teacher that belong to `teacher.cache`."""
 
 
-def replica_batch(settings: JobSettings) -> int:
+def replica_batch(settings: TrainConfig) -> int:
     """Samples of one replica's batch; without pipeline stages each worker is a replica."""
     return settings.data.global_batch_size // settings.scale.num_replicas
 
 
-def num_micro_batches(settings: JobSettings) -> int:
+def num_micro_batches(settings: TrainConfig) -> int:
     """Parts of a replica's batch that are computed one after the other."""
     return settings.optim.accumulate * pipeline_micro_batches(settings)
 
 
-def pipeline_micro_batches(settings: JobSettings) -> int:
+def pipeline_micro_batches(settings: TrainConfig) -> int:
     """Parts that flow through the pipeline stages at once, of a replica's batch or of each part by `optim.accumulate`."""
     scale, samples = settings.scale, replica_batch(settings) // settings.optim.accumulate
     if scale.pipeline_stages == 1:
@@ -151,7 +91,7 @@ class Setting(NamedTuple):
     instead: str
 
 
-def _splits(settings: JobSettings) -> tuple[str, int] | None:
+def _splits(settings: TrainConfig) -> tuple[str, int] | None:
     """The key that splits a replica's batch into parts, and their number."""
     parts = {"optim.accumulate": settings.optim.accumulate, "scale.micro_batches": pipeline_micro_batches(settings)}
     return next(((key, number) for key, number in parts.items() if number > 1), None)
@@ -159,6 +99,7 @@ def _splits(settings: JobSettings) -> tuple[str, int] | None:
 
 SETTINGS: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "mixes": (lambda s: s.data.device_augment.mixes, "data.device_augment.mixup or cutmix", "set both to 0"),
+    "labeled": (lambda s: any(each.labels for each in s.data.more), "data.more with labels", "leave labels out of it"),
     "unlabeled": (lambda s: s.data.mixes_unlabeled, "data.more without labels", "write labels: true for each set in data.more"),
     "alike": (lambda s: not s.data.augments_at_random, "images that are all alike", "write data.augment: crop_flip"),
     "no task": (
@@ -166,52 +107,47 @@ SETTINGS: dict[str, tuple[Callable[[Any], object], str, str]] = {
         "distill.task_weight 0",
         "write distill.task_weight: 0.5",
     ),
+    "no method": (
+        lambda s: s.distillation and not s.distillation.weighted,
+        "methods whose weights are all 0",
+        "set one above 0",
+    ),
+    "alone": (lambda s: s.distillation is None, "a student of labels alone", "write teacher.model and teacher.weights"),
     "untrained": (lambda s: s.teacher and s.teacher.weights is None, "a teacher without weights", "write teacher.weights"),
+    "no embeddings": (
+        lambda s: any(each.logit_scale and not each.embeds_classes for each in s.all_teachers),
+        "a teacher without class embeddings",
+        "write teacher.classes or teacher.head",
+    ),
     "several": (lambda s: len(s.all_teachers) > 1, "several teachers", "leave all but one out"),
     "reuses": (lambda s: len(model_parts(s.model)) > 1 and s.model, "student.model {found}", "take another student"),
     "features alone": (lambda s: not s.data.labels and s.eval.path is None, "data.labels false", "write eval.path"),
     "best loss": (lambda s: not s.data.labels and s.eval.best == "loss", "eval.best loss", "write eval.best: cka"),
+    "best by features": (
+        lambda s: not s.data.labels and s.eval.best != "top1_pct" and s.eval.best,
+        "eval.best {found}",
+        "write top1_pct with eval.path",
+    ),
     "splits": (_splits, "{found[0]} {found[1]}", "set {found[0]} to 1"),
     "splits on workers": (lambda s: s.scale.num_replicas > 1 and _splits(s), "{found[0]} {found[1]}", "set {found[0]} to 1"),
 }
 """Settings that are not the value of one key: when they are set, in words, and what to write instead."""
 
 
-def _value(settings: Any, key: str) -> Any:
-    """The value of a dotted key, of several teachers the first that is set; None where there is none."""
-    section, _, name = key.partition(".")
-    owners: Iterable[Any] = [settings]
-    if section == "distill":
-        owners = [settings.distillation]
-    elif section == "teacher":
-        owners = settings.all_teachers
-    elif section != "student":
-        name = key
-    values = []
-    for owner in owners:
-        for part in name.split("."):
-            owner = getattr(owner, part, None)
-        values.append(owner)
-    return next((value for value in values if value), values[0] if values else None)
+def _owner(settings: Any, key: str) -> tuple[Any, str]:
+    """The section that has a dotted key, and the key's name in it; of several teachers the first in which it is set."""
+    section, _, name = key.rpartition(".")
+    owners = {"": [settings], "student": [settings], "teacher": settings.all_teachers, "distill": [settings.distillation]}
+    found = owners.get(section, [getattr(settings, section, None)])
+    return next((owner for owner in found if getattr(owner, name, None)), found[0] if found else None), name
 
 
 def _text(value: Any) -> str:
     """A value as it is written."""
-    if value is None or value in ((), {}):
-        return {"()": "[]", "{}": "{}"}.get(str(value), "null")
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _default(settings: Any, key: str) -> Any:
-    """What a key is where it is not written."""
-    *sections, name = key.split(".")
-    for section in sections:
-        settings = getattr(settings, section, None)
-    field = getattr(type(settings), "model_fields", {}).get(name)
-    return field.default if field is not None else None
-
-
-def setting(settings: JobSettings, expression: str) -> Setting | None:
+def setting(settings: Any, expression: str) -> Setting | None:
     """What an `expression` says is set; None: it is not.
 
     One of `SETTINGS`, or `key` (it has a value that is not false), `!key` (it has none), `key=A|B`, `key!=A|B` or `key>N`.
@@ -220,7 +156,8 @@ def setting(settings: JobSettings, expression: str) -> Setting | None:
         holds, text, instead = SETTINGS[expression]
         return Setting(text.format(found=found), instead.format(found=found)) if (found := holds(settings)) else None
     key, operator, operand = re.split(r"(!?=|>|$)", expression.removeprefix("!"), maxsplit=1)
-    value = _value(settings, key)
+    owner, name = _owner(settings, key)
+    value = getattr(owner, name, None)
     if expression.startswith("!"):
         return None if value else Setting(key, f"write {key}")
     values = operand.split("|")
@@ -230,13 +167,16 @@ def setting(settings: JobSettings, expression: str) -> Setting | None:
         is_set = value > float(operand) if operator == ">" else (_text(value) in values) is (operator == "=")
     if not is_set:
         return None
-    default = _text(not value if isinstance(value, bool) else _default(settings, key))
-    other = " or ".join(values) if operator in ("!=", ">") else default
+    field = getattr(type(owner), "model_fields", {}).get(name)
+    default = not value if isinstance(value, bool) else field and field.default
+    other = " or ".join(values) if operator in ("!=", ">") else _text(default)
     return Setting(f"{key} {_text(value)}" if operator else key, f"write {key}: {other}")
 
 
 def _clash(keys: str, others: str, why: str) -> Iterator[Rule]:
-    def problem(settings: JobSettings, key: str, other: str) -> Problem:
+    """The rules of a row of `CLASHES`."""
+
+    def problem(settings: Any, key: str, other: str) -> Problem:
         if (here := setting(settings, key)) is None or (there := setting(settings, other)) is None:
             return None
         verb, first, then = ("needs", there, here) if other.startswith("!") else ("does not go with", here, there)
@@ -266,6 +206,9 @@ CLASHES = (
     ("data.repeats>1", "data.more, alike", ""),
     ("data.repeats>1", "data.shuffle=none", "which would show the same part of the images in each epoch"),
     ("data.labels=false", "untrained", "which is not trained without labels"),
+    ("data.labels=false", "labeled", ""),
+    ("data.labels=false", "alone", ""),
+    ("unlabeled", "alone, untrained", ""),
     ("teacher.finetune, optim.lr_head, distill.task_weight", "data.labels=false", ""),
     ("teacher.head, teacher.classes", "data.labels=false", "without which there are no classes"),
     ("train.label_smoothing, train.task_loss=bce", "data.labels=false", ""),
@@ -274,13 +217,17 @@ CLASHES = (
     ("eval.asynchronous", "data.labels=false", "whose evaluation compares with the teacher"),
     ("eval.asynchronous", "scale.min_workers", "whose workers would need the evaluator's place"),
     ("eval.asynchronous", "train.until_top1_pct", "which waits for each evaluation"),
+    ("eval.best=cka|cosine", "data.labels=true", "since it is measured of a student that learns no labels"),
+    ("eval.best=top1_pct", "features alone", ""),
     ("student.freeze", "!student.weights", ""),
     ("student.freeze", "data.labels=false", "without which there is no classifier to train"),
+    ("teacher", "teachers", "in which all of several stand"),
     (
         "teacher.weights_key, teacher.classes, teacher.image_size, teacher.mean, teacher.std, teacher.finetune, teacher.head",
         "!teacher.weights",
         "to which it belongs",
     ),
+    ("teacher.logit_scale", "no embeddings", "whose cosines it scales"),
     ("teacher.head, teacher.finetune", "teacher.classes", "which gives the teacher another classifier"),
     ("teacher.finetune", "teacher.head", "which gives the teacher another classifier"),
     (", ".join(f"teacher.{key}" for key in OF_CACHE), "!teacher.cache", ""),
@@ -288,6 +235,7 @@ CLASHES = (
     ("teacher.cache", "teacher.service", "whose outputs it would store"),
     ("teacher.cache, teacher.service", "teacher.placement=sharded, reuses", "which needs the network in every step"),
     ("teacher.placement=sharded", "train.compile", ""),
+    ("teacher.placement=sharded", "best by features", "which compares with the features of a whole teacher"),
     ("train.until_top1_pct", "features alone", "which gives no accuracy"),
     ("optim.nesterov, optim.losses, optim.args", "optim.name=dot", "which has two momenta of its own"),
     ("optim.clip_grad_agc", "optim.clip_grad_norm, optim.clip_grad_value", ""),
@@ -295,10 +243,26 @@ CLASHES = (
     ("train.bce_threshold", "train.task_loss!=bce", "since it changes the targets of bce"),
     ("train.deterministic", "train.compile=max-autotune", "which chooses kernels by timing"),
     ("train.until_top1_pct, train.until_s", "train.max_steps", "a timing run, which is not evaluated"),
+    ("distill.teacher_dropping", "splits", "since it divides by a sum over all samples of a batch"),
+    ("no task", "no method", "which leaves nothing to learn"),
+    # Those that the driver alone has.
     ("assistants", "!teacher.model", ""),
     ("assistants", "data.labels=false", "since they learn labels too"),
     ("tracking.register_model", "tracking.log_model=false", "which logs no model to register"),
     ("sweep.points", "sweep.space, sweep.policy!=grid", "since points are all that is tried"),
+    (
+        "sweep.policy=guided",
+        "sweep.metric!=images_per_s|epoch_s|gpu_s_per_epoch|pareto|time_to_accuracy",
+        "since it looks for speed or cost",
+    ),
+    ("sweep.policy=asha", "sweep.metric!=top1_pct|top5_pct|cka|cosine|val_loss", "since it stops trials by their accuracy"),
+    (
+        "sweep.steps",
+        "sweep.metric=top1_pct|best_top1_pct|top5_pct|cka|cosine|linear_top1_pct|val_loss, sweep.policy=asha",
+        "which compares accuracies between epochs",
+    ),
+    ("features alone", "sweep.metric=top1_pct|best_top1_pct|top5_pct|linear_top1_pct|time_to_accuracy", "which needs labels"),
+    ("sweep.metric=pareto", "sweep.policy!=guided", ""),
     ("sweep.budget_grid_share", "sweep.budget_gpu_h", "which bounds the search too"),
     ("sweep.metric=time_to_accuracy", "!sweep.target_pct", "the accuracy to reach"),
     ("sweep.target_pct", "sweep.metric!=time_to_accuracy", ""),
@@ -307,14 +271,14 @@ CLASHES = (
 """Pairs of settings that do not go together."""
 
 
-def _batch_divisor(settings: JobSettings) -> str | None:
+def _batch_divisor(settings: TrainConfig) -> str | None:
     batch, replicas, stages = settings.data.global_batch_size, settings.scale.num_replicas, settings.scale.pipeline_stages
     lower = max(batch // replicas, 1) * replicas
     divisor = f"scale.num_workers {replicas}" if stages == 1 else f"{replicas} replicas of {stages} scale.pipeline_stages"
     return f"{divisor}: write {lower} or {lower + replicas}" if batch % replicas else None
 
 
-def _fitting_workers(settings: JobSettings) -> list[int] | None:
+def _fitting_workers(settings: TrainConfig) -> list[int] | None:
     """What `scale.min_workers` could be, where it does not share the batch evenly."""
     batch, scale, stages = settings.data.global_batch_size, settings.scale, settings.scale.pipeline_stages
     fitting = [workers for workers in range(stages, scale.num_workers + 1, stages) if batch % (workers // stages) == 0]
@@ -330,10 +294,6 @@ def _stage_multiples(scale: ScaleConfig) -> str | None:
 def _optimizers(optim: OptimConfig) -> dict[str, OptimConfig]:
     """The section, and what it is for each loss with an optimizer of its own."""
     return {"optim": optim, **{f"optim.losses.{key}": optim.for_loss(key) for key in optim.losses}}
-
-
-def _is_sharded(settings: JobSettings) -> bool:
-    return setting(settings, "teacher.placement=sharded") is not None
 
 
 _OF_POLICY = {"num_ops": "randaugment", "magnitude": "randaugment", "magnitude_std": "randaugment", "severity": "augmix"}
@@ -368,7 +328,7 @@ def without_epoch(optim: OptimConfig) -> str | None:
     return None
 
 
-def _unknown_loss(settings: JobSettings) -> tuple[str, str] | None:
+def _unknown_loss(settings: TrainConfig) -> tuple[str, str] | None:
     """A key of `optim.losses` that is of no method, and those that could be."""
     if (distill := settings.distillation) is None:
         return None
@@ -376,7 +336,7 @@ def _unknown_loss(settings: JobSettings) -> tuple[str, str] | None:
     return (unknown[0], ", ".join(sorted(["task", *distill.keys]))) if unknown else None
 
 
-def _task_optimizer(settings: JobSettings) -> str | None:
+def _task_optimizer(settings: TrainConfig) -> str | None:
     """What gives the labels' loss an optimizer of its own, and what to write where that loss has no weight."""
     optim, distill = settings.optim, settings.distillation
     if optim.name == "dot":
@@ -384,9 +344,7 @@ def _task_optimizer(settings: JobSettings) -> str | None:
     if "task" in optim.losses:
         return "optim.losses.task: the labels' loss has no weight here: leave it out"
     if optim.losses and distill is not None and {*distill.weighted} <= optim.losses.keys():
-        return (
-            "optim.losses: all losses but the labels' are in it, and the labels' has no weight here: leave one method out of it"
-        )
+        return "optim.losses: only the labels' loss, which has no weight here, is not in it: leave one method out of it"
     return None
 
 
@@ -394,8 +352,7 @@ RULES: tuple[Rule, ...] = (
     # Workers and their parts of a batch, of which later rows take that they fit.
     (
         lambda s: s.scale.min_workers is not None and s.scale.min_workers > s.scale.num_workers,
-        "scale.min_workers {s.scale.min_workers} is more than scale.num_workers {s.scale.num_workers}: write at most"
-        " {s.scale.num_workers}",
+        "scale.min_workers {s.scale.min_workers} is more than scale.num_workers: write at most {s.scale.num_workers}",
     ),
     (
         lambda s: _stage_multiples(s.scale),
@@ -403,11 +360,9 @@ RULES: tuple[Rule, ...] = (
         " {found}",
     ),
     (
-        lambda s: (
-            s.scale.cut is not None and len(s.scale.cut) != s.scale.pipeline_stages - 1 and str(s.scale.pipeline_stages - 1)
-        ),
-        "scale.cut: {s.scale.pipeline_stages} pipeline_stages begin with {found} modules besides the images: name as many, or"
-        " leave it out",
+        lambda s: s.scale.cut is not None and len(s.scale.cut) != s.scale.pipeline_stages - 1,
+        "scale.cut names the modules at which all but the first of {s.scale.pipeline_stages} scale.pipeline_stages begin: write"
+        " one for each, or leave it out",
     ),
     (_batch_divisor, "data.global_batch_size {s.data.global_batch_size} is not divisible by {found}"),
     (
@@ -416,21 +371,15 @@ RULES: tuple[Rule, ...] = (
         " one of {found}",
     ),
     (
-        lambda s: s.scale.pipeline_stages == 1 and s.optim.accumulate > replica_batch(s) and replica_batch(s),
-        "optim.accumulate {s.optim.accumulate} exceeds the {found} samples of one worker's batch",
-    ),
-    (
-        lambda s: num_micro_batches(s) > replica_batch(s) and (pipeline_micro_batches(s), replica_batch(s)),
-        "scale.micro_batches {found[0]} × optim.accumulate {s.optim.accumulate} exceed the {found[1]} samples of one replica's"
-        " batch",
+        lambda s: num_micro_batches(s) > replica_batch(s) and (num_micro_batches(s), replica_batch(s)),
+        "optim.accumulate × scale.micro_batches is {found[0]}, and one replica's batch has {found[1]} samples: write less",
     ),
     *(rule for row in CLASHES for rule in _clash(*row)),
     # Images.
     (lambda s: resize_covers_crop(s.data), "{found}"),
     (
         lambda s: s.data.device_augment.mixes and replica_batch(s) % 2 and s.data.global_batch_size + s.scale.num_replicas,
-        "data.global_batch_size {s.data.global_batch_size}: mixup and cutmix mix pairs, and each worker has an odd number of"
-        " images: write {found}, or set both to 0",
+        "data.global_batch_size {s.data.global_batch_size}: mixup and cutmix need an even number for each worker: write {found}",
     ),
     (
         lambda s: _foreign_key(s.data.device_augment.policy),
@@ -449,47 +398,16 @@ RULES: tuple[Rule, ...] = (
         "data.global_batch_size: {s.data.global_batch_size} has no image for each of {found} sets: write at least {found}",
     ),
     (
-        lambda s: not s.data.labels and any(each.labels for each in s.data.more),
-        "data.more: labels: true in it, and data.labels is false: leave labels out",
-    ),
-    (
-        lambda s: s.data.mixes_unlabeled and (s.distillation is None or setting(s, "untrained")),
-        "data.more: a model that learns labels alone learns nothing of images without: write labels: true for each set in it, or"
-        " teacher.model and teacher.weights",
-    ),
-    (
-        lambda s: not s.data.labels and s.distillation is None,
-        "data.labels: false leaves nothing to learn without a teacher: write teacher.model and teacher.weights",
-    ),
-    (
-        lambda s: s.eval.best in (("cka", "cosine") if s.data.labels else ("top1_pct",)) and s.eval.path is None and s.eval.best,
-        "eval.best: {found} is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
-    ),
-    # The teacher.
-    (
-        lambda s: any(each.logit_scale and not each.embeds_classes for each in s.all_teachers),
-        "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes: FILE.npy or teacher.head:"
-        " class_means, or leave it out",
-    ),
-    (
-        lambda s: s.teacher and s.teachers,
-        "teachers: there is also a teacher, {s.teacher.model}: write teacher: null and all of them in teachers, or leave teachers"
-        " out",
-    ),
-    (
         lambda s: len({(each.cache, each.cache_epochs) for each in s.teachers}) > 1,
-        "teachers: all see the same images, and their outputs are cached together or not at all: write the same cache and"
-        " cache_epochs for each",
+        "teachers: all see the same images: write the same cache and cache_epochs for each",
     ),
     (
-        lambda s: _is_sharded(s) and not s.data.labels and s.eval.best not in (None, "top1_pct"),
-        "eval.best: teacher.placement sharded has no teacher's features in a validation, and {s.eval.best} compares with them:"
-        " write top1_pct with eval.path, or leave eval.best out",
-    ),
-    (
-        lambda s: _is_sharded(s) and 0 < (s.scale.min_workers or 0) < (least := 2 * s.scale.pipeline_stages) and least,
-        "teacher.placement sharded needs 2 workers or more, and scale.min_workers is {s.scale.min_workers}: write at least"
-        " {found}",
+        lambda s: (
+            setting(s, "teacher.placement=sharded")
+            and 0 < (s.scale.min_workers or 0) < (least := 2 * s.scale.pipeline_stages)
+            and least
+        ),
+        "scale.min_workers {s.scale.min_workers}: teacher.placement sharded needs more: write at least {found}",
     ),
     # Optimizers, losses and the loop.
     (
@@ -524,15 +442,9 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         lambda s: s.train.bce_threshold and s.train.bce_threshold > 1 - s.train.label_smoothing,
-        "train.bce_threshold {s.train.bce_threshold:g} is above each target that train.label_smoothing"
-        " {s.train.label_smoothing:g} leaves: write a smaller one",
+        "train.bce_threshold {s.train.bce_threshold:g} is above all targets with train.label_smoothing: write a smaller one",
     ),
     (_unknown_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
-    *_clash("distill.teacher_dropping", "splits", "since it divides by a sum over all samples of a batch"),
-    (
-        lambda s: s.distillation and s.distillation.task_weight == 0 and not s.distillation.weighted,
-        "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0",
-    ),
     (
         lambda s: s.distillation and (s.distillation.task_weight == 0 or not s.data.labels) and _task_optimizer(s),
         "{found}",
@@ -553,14 +465,14 @@ BATCH_RULES: tuple[Rule, ...] = tuple(
 """What an experiment must keep whose batch is not decided yet; `RULES` are about a number."""
 
 
-def _idle_schedule(method: MethodNeeds) -> str | None:
+def _idle_schedule(method: Any) -> str | None:
     """An option that changes a weight in time, of a method whose weight counts in its init stage alone."""
     defaults = MethodOptions()
     names = () if method.terms else ("warmup_epochs", "warmup_by", "decay")
     return next((name for name in names if getattr(method.options, name) != getattr(defaults, name)), None)
 
 
-def _missing_loss(method: MethodNeeds, losses: Any) -> tuple[str, str] | None:
+def _missing_loss(method: Any, losses: Any) -> tuple[str, str] | None:
     """A key of `optim.losses` that is no loss of its method, or has no term left; and those that could be."""
     terms = {f"{method.key}/{term}" for term in method.terms}
     rest = [method.key] if terms - losses.keys() else []
@@ -568,15 +480,15 @@ def _missing_loss(method: MethodNeeds, losses: Any) -> tuple[str, str] | None:
     return (unknown[0], ", ".join(sorted(["task", *terms, *rest]))) if unknown else None
 
 
-def _balances(method: MethodNeeds) -> bool:
+def _balances(method: Any) -> bool:
     return bool(getattr(method.options, "balance", False))
 
 
-def _compares_images(method: MethodNeeds) -> bool:
+def _compares_images(method: Any) -> object:
     return method.requires.whole_batch or method.requires.all_gather
 
 
-METHOD_CLASHES: tuple[tuple[Callable[[MethodNeeds], object], str, str], ...] = (
+METHOD_CLASHES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     # What a method does, in words, and each setting that it does not go with.
     (lambda m: m.requires.reads_classes or m.requires.hard_labels, "distill.method: {m.key} reads classes", "data.labels=false"),
     (_compares_images, "distill.method: {m.key} compares the images of a batch", "best loss"),
@@ -616,8 +528,8 @@ METHOD_CLASHES: tuple[tuple[Callable[[MethodNeeds], object], str, str], ...] = (
 )
 
 
-def _method_clash(breaks: Callable[[MethodNeeds], object], text: str, settings: str) -> Iterator[MethodRule]:
-    def when(settings: JobSettings, _: int, expression: str) -> Setting | None:
+def _method_clash(breaks: Callable[[Any], object], text: str, settings: str) -> Iterator[MethodRule]:
+    def when(settings: Any, _: int, expression: str) -> Setting | None:
         return setting(settings, expression)
 
     instead = "or take another method" if text.startswith("distill.method") else "or leave it out"
@@ -640,8 +552,7 @@ METHOD_RULES: tuple[MethodRule, ...] = (
     (
         lambda s, _: s.distillation and s.distillation.teacher_dropping,
         lambda m, _: m.requires.teacher and not m.beyond_logits,
-        "distill.teacher_dropping: {m.key} learns from the mean of the teachers' probabilities, of which none is left out: take"
-        " methods on features, such as embed, or leave it out",
+        "distill.teacher_dropping: {m.key} learns from the teachers' mean: take a method on features, or leave it out",
     ),
     (
         lambda s, classes: next(
@@ -654,42 +565,35 @@ METHOD_RULES: tuple[MethodRule, ...] = (
                 or (m.requires.logits and m.requires.all_logits and m.key)
             )
         ),
-        "teacher.cache_top_k: it keeps {when[0]} of {when[1]} classes apart, and {found} looks at each: leave it"
-        " out, or set distill.method to kd, without standardize",
+        "teacher.cache_top_k: it keeps {when[0]} of {when[1]} classes apart, and {found} looks at each: leave it out, or take kd",
     ),
     (
         lambda _, classes: classes == 2,
         lambda m, _: m.standardizes,
-        "distill.options.{m.key}.standardize: the standardised logits of two classes are always 0.71 and -0.71, which teaches"
-        " nothing: write false",
+        "distill.options.{m.key}.standardize: standardized logits of two classes are always 0.71 and -0.71: write false",
     ),
     (
         lambda s, _: s.distillation and s.distillation.options,
         lambda m, _: _idle_schedule(m),
-        "distill.options.{m.key}.{found}: {m.key} works in its init stage only, in which its weight is constant: leave {found}"
-        " out",
+        "distill.options.{m.key}.{found}: {m.key} works in its init stage only, with a constant weight: leave {found} out",
     ),
     (
         lambda s, _: s.distillation and s.distillation.options,
         lambda m, _: m.options.warmup_by != "step" and not m.options.warmup_epochs,
-        "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, or leave"
-        " warmup_by out",
+        "distill.options.{m.key}.warmup_by: without warmup_epochs the weight does not rise: set both, or leave warmup_by out",
     ),
     (lambda s, _: s.optim.losses, _missing_loss, "optim.losses: there is no loss {found[0]!r} here: write one of {found[1]}"),
 )
 """What a method requires of the other sections."""
 
 
-def first_problem(settings: JobSettings, rules: Iterable[Rule]) -> Problem:
+def first_problem(settings: Any, rules: Iterable[Rule]) -> Problem:
     """The message of the first of `rules` that `settings` break; None: they keep them all."""
     return next((text.format(s=settings, found=found) for rule, text in rules if (found := rule(settings))), None)
 
 
 def first_problem_of_methods(
-    methods: Callable[[], Iterable[MethodNeeds]],
-    settings: JobSettings,
-    classes: int,
-    rules: Iterable[MethodRule],
+    methods: Callable[[], Iterable[Any]], settings: Any, classes: int, rules: Iterable[MethodRule]
 ) -> Problem:
     """The message of the first of `rules` that one of the `methods`, which are asked for where that matters, breaks.
 
@@ -703,7 +607,7 @@ def first_problem_of_methods(
     return None
 
 
-def labels_are_used(settings: JobSettings, methods: Iterable[MethodNeeds]) -> Problem:
+def labels_are_used(settings: Any, methods: Iterable[Any]) -> Problem:
     """Whether something trains the classifier, where there are labels."""
     distill = settings.distillation
     chosen = [] if distill is None else [each for each in methods if each.key in distill.weighted]
@@ -744,7 +648,7 @@ def enough_images(data: DataConfig, num_images: int) -> Problem:
     )
 
 
-def parts_have_several_images(settings: JobSettings, num_images: int) -> Problem:
+def parts_have_several_images(settings: Any, num_images: int) -> Problem:
     """For models that cannot normalize a single image. `num_images`: of the training split of `data.path`."""
     batch, replicas, splits = settings.data.global_batch_size, settings.scale.num_replicas, num_micro_batches(settings)
     smallest, own = 2 * replicas * splits, settings.data.batch_parts[0]

@@ -188,12 +188,11 @@ def check_ray_address() -> None:
     host, _, port = address.rpartition(":")
     if address == "auto":  # Ray on this machine, which ray.init finds at once or not at all
         return
-    if address.startswith("http"):
+    if address.startswith("http") or not port.isdecimal():
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, which is for submitting jobs: use `distill submit`, or set Ray's own address, HOST:6379"
+            f"RAY_ADDRESS is {address}: write HOST:PORT, such as 10.0.0.1:6379, or unset it to use this machine; "
+            "an http address is for `distill submit`"
         )
-    if not port.isdecimal():
-        raise ClusterError(f"RAY_ADDRESS is {address}: write HOST:PORT, such as 10.0.0.1:6379, or unset it to use this machine")
     try:
         socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=5).close()
     except OSError as error:

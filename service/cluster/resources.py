@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -125,27 +125,27 @@ class Cluster:
         needed = reservation.min_workers or reservation.num_workers
         if workers >= needed or self.autoscaled:
             return None
-        if self.nodes and not workers and service is None:
-            largest = max(self.nodes, key=lambda node: (node.gpus * bool(reservation.gpus), node.cpus))
-            return f"1 {reservation.unit.removesuffix('s')} needs {reservation}; the largest node has {self._sizes(largest)}"
         actors = f" and {service.num_workers} actors of teacher.service of {service} each" if service else ""
-        nodes = f"{_counted(len(self.nodes), 'node')} with {self._sizes(self)} in all {'have' if len(self.nodes) > 1 else 'has'}"
-        room = f"{nodes} room for {'the actors and ' if service else ''}{_counted(workers, reservation.unit.removesuffix('s'))}"
-        return f"{needed} {reservation.unit} of {reservation} each{actors} do not fit: {room}"
+        unit = reservation.unit.removesuffix("s")
+        room = f"{self._nodes(reservation)} room for {'the actors and ' if service else ''}{_counted(workers, unit)}"
+        return f"{_counted(needed, unit)} of {reservation} each{actors} do not fit: {room}"
 
-    def _sizes(self, of: Node | Cluster) -> str:
-        """Describe the CPUs and GPUs of a node or cluster, and the real cores behind a local Ray's CPUs."""
-        cpus = _counted(of.cpus, "CPU")
+    def _nodes(self, reservation: Reservation) -> str:
+        """Describe the largest node for a reservation, and the real cores behind a local Ray's CPUs."""
+        largest = max(self.nodes, key=lambda node: (node.gpus * bool(reservation.gpus), node.cpus), default=Node("", 0, 0))
+        cpus = _counted(largest.cpus, "CPU")
         if self.real_cpus is not None and self.cpus > self.real_cpus:
             cpus = f"{_counted(self.real_cpus, 'core')} (counted as {cpus})"
-        return f"{cpus} and {_counted(of.gpus, 'GPU')}"
+        sizes = f"{cpus} and {_counted(largest.gpus, 'GPU')}"
+        return f"{len(self.nodes)} nodes with at most {sizes} have" if len(self.nodes) > 1 else f"a node with {sizes} has"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:
         """Return how many such jobs may run at a time, at most `limit`.
 
         Their bundles must all fit, or jobs could wait for each other forever, and so must their memory on the head node.
         """
-        return max(1, min(limit, self.max_workers(reservation) // reservation.num_workers, self._trials_on_head))
+        trials_on_head = int(min(self.head_bytes, sys.maxsize) // TRIAL_BYTES)
+        return max(1, min(limit, self.max_workers(reservation) // reservation.num_workers, trials_on_head))
 
     def trial_resources(self) -> dict[str, float]:
         """Return what a trial's function reserves on the head node, where it waits for its workers.
@@ -155,10 +155,6 @@ class Cluster:
         """
         memory = {} if self.head_bytes == float("inf") else {"memory": int(min(TRIAL_BYTES, self.head_bytes))}
         return {HEAD: 0.001, **memory}
-
-    @property
-    def _trials_on_head(self) -> int:
-        return int(min(self.head_bytes, sys.maxsize) // TRIAL_BYTES)
 
     def hardware(self, use_gpu: bool, cpus_per_worker: int) -> dict[str, float]:
         """Describe the nodes that workers run on, for models of the step time.
@@ -214,10 +210,9 @@ def living_nodes(cores: int | None = None) -> Cluster:
     from trainables.worker.ray_nodes import usable_nodes
 
     found = usable_nodes()
-    total, free = ({node_id: each[part] for node_id, each in found.items()} for part in (0, 1))
-    head_bytes = sum(each.get("memory", 0.0) for each in total.values() if HEAD in each)
-    return Cluster(_nodes(total), real_cpus=cores, head_bytes=head_bytes or float("inf"), free_nodes=_nodes(free))
-
-
-def _nodes(resources: Mapping[str, Mapping[str, float]]) -> tuple[Node, ...]:
-    return tuple(Node(node_id, each.get("CPU", 0.0), each.get("GPU", 0.0)) for node_id, each in resources.items())
+    total, free = (
+        tuple(Node(node_id, each[part].get("CPU", 0.0), each[part].get("GPU", 0.0)) for node_id, each in found.items())
+        for part in (0, 1)
+    )
+    head_bytes = sum(each.get("memory", 0.0) for each, _ in found.values() if HEAD in each)
+    return Cluster(total, real_cpus=cores, head_bytes=head_bytes or float("inf"), free_nodes=free)

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import RUNS_OR_URI
+from service.commands.options import RUNS_OR_URI, check_given
+from service.runs.clean import Cleaner
+from service.runs.clean import clean as run_clean
+from trainables.data.storage.free_space import format_bytes
 
 UNITS_S = {"h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -31,12 +34,7 @@ def clean(age: str, dry_run: bool, unfinished: bool, checkpoints_only: bool, roo
     kept names it (as teacher.weights may), and as long as it can be resumed, unless --unfinished is given. Only runs of this root
     count. MLflow's records stay.
     """
-    if unfinished and checkpoints_only:
-        raise click.UsageError("--unfinished and --checkpoints: give one of them, as --checkpoints is for complete runs alone")
-    from service.runs.clean import Cleaner
-    from service.runs.clean import clean as run_clean
-    from trainables.data.storage.free_space import format_bytes
-
+    check_given("--unfinished excludes --checkpoints")
     cleaner = Cleaner(time.time() - float(age[:-1]) * UNITS_S[age[-1]], dry_run, click.echo)
     run_clean(root, cleaner, unfinished=unfinished, checkpoints_only=checkpoints_only)
     click.echo(f"{format_bytes(cleaner.num_bytes)} {'would be' if dry_run else 'were'} freed")

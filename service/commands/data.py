@@ -1,13 +1,13 @@
 """`pack` and `data`: packed data sets."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from service.commands.options import PROCESSES, is_given, print_all
+from service.commands.options import PROCESSES, check_given, print_all
 from service.commands.path_types import PathType
 from service.report.contact_sheet import describe, write_sheet
-from service.runs.display import output
 from service.runs.pack import pack as run_pack
 from service.runs.pack import summary_line
 from service.runs.pack import verify as run_verify
@@ -18,8 +18,8 @@ from trainables.rundir import expand_home
 
 
 @click.command()
-@click.argument("source", type=PathType(path_type=Path))
-@click.argument("dest", type=PathType(path_type=Path))
+@click.argument("source", type=PathType())
+@click.argument("dest", type=PathType())
 @click.option("--max-side", type=click.IntRange(min=1), help="Shrink larger images to JPEGs of this longer side, in pixels.")
 @click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="JPEG quality for --max-side.")
 @click.option("--raw", type=click.IntRange(min=1), help="Store pixels; the shorter side is at most this long.")
@@ -38,32 +38,16 @@ def pack(
     max_side: int | None,
     quality: int,
     raw: int | None,
-    check: bool,
-    strict: bool,
-    labels: bool,
-    val_share: float | None,
     processes: int | None,
+    **options: Any,
 ) -> None:
     """Put a data set into a few large files, for data.path: an image folder or list, LMDB, tars, TFRecords, Parquet, CIFAR.
 
     If it is killed, repeat the command to continue. With RAY_ADDRESS set it spreads over the cluster.
     """
-    if max_side is not None and raw is not None:
-        raise click.UsageError("--max-side and --raw: give one of them")
-    if max_side is None and is_given("quality"):
-        raise click.UsageError("--quality is for the JPEGs that --max-side makes: add --max-side, or leave it out")
-    mode = Mode(max_side, quality, raw)
+    check_given("--max-side excludes --raw", "--quality needs --max-side")
     try:
-        packing = run_pack(
-            source,
-            dest,
-            mode,
-            check=check,
-            strict=strict,
-            processes=processes or usable_cores(),
-            labels=labels,
-            val_share=val_share,
-        )
+        packing = run_pack(source, dest, Mode(max_side, quality, raw), processes=processes or usable_cores(), **options)
     except KeyboardInterrupt:
         click.echo("interrupted; repeat the command to continue", err=True)
         raise
@@ -71,17 +55,16 @@ def pack(
 
 
 @click.command()
-@click.argument("directory", type=PathType(path_type=Path))
+@click.argument("directory", type=PathType())
 @click.option("--verify", is_flag=True, help="Read everything and compare every checksum.")
-@click.option("--sheet", type=PathType(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
+@click.option("--sheet", type=PathType(dir_okay=False), help="Write a PNG of pictures here.")
 @PROCESSES
 def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
     """The content of a packed set: counts, classes, sizes, shapes, pictures."""
-    if processes is not None and not verify:
-        raise click.UsageError("--processes is for --verify: add --verify, or leave it out")
+    check_given("--processes needs --verify")
     directory = expand_home(directory).resolve()
     index = read_index(directory)
-    print_all(output(), describe(directory, index))
+    print_all(describe(directory, index))
     if sheet:
         click.echo(f"{write_sheet(directory, sheet)} pictures: {sheet}")
     if verify:

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, is_given
-from service.commands.path_types import DataPath, FileOrUri, MethodName, PathType
+from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, check_given
+from service.commands.path_types import FileOrUri, MethodName, PathType
 from service.runs.embed import embed as run_embed
 from service.runs.evaluate import resolve, run_evaluation
 from trainables.config import FEATURES_TAP, Measure
@@ -22,76 +22,44 @@ MEASURED = {"loss": "loss {:.5f}", "num_neighbors": "k-NN of {:.0f} neighbors on
 
 @click.command()
 @click.argument("checkpoint", type=FileOrUri())
-@click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
-@click.option(
-    "--model",
-    type=MethodName(),
-    help="As teacher.model, for weights that do not name it: CHECKPOINT is then as teacher.weights.",
-)
+@click.option("--data", "data_path", type=FileOrUri(), required=True, help=DATA_PATH)
+@click.option("--model", type=MethodName(), help="As teacher.model: CHECKPOINT is then as teacher.weights.")
 @WEIGHTS_KEY
-@click.option(
-    "--probe",
-    type=click.Choice(["knn", "linear"]),
-    help="Not the model's own classes, but a classifier on its frozen features of the training images.",
-)
+@click.option("--probe", type=click.Choice(["knn", "linear"]), help="Measure a classifier on its frozen features instead.")
 @TAP
 @SET
 @RUNS_OR_URI
 def evaluate(
-    checkpoint: str,
-    data_path: str,
-    model: str | None,
-    weights_key: str | None,
-    probe: Measure | None,
-    tap: str,
-    overrides: tuple[str, ...],
-    root: Path,
+    checkpoint: str, data_path: str, probe: Measure | None, overrides: tuple[str, ...], root: Path, **options: Any
 ) -> None:
     """Exact accuracy of a checkpoint, of any teacher's weights, or of a probe of its features.
 
     On the validation split, distributed. With --probe the model may have other classes than the data, or none.
     """
-    if probe is None and is_given("tap"):
-        raise click.UsageError("--tap is for the features that --probe reads: add --probe, or leave it out")
-    measure: Measure = probe or "accuracy"
-    config = resolve(checkpoint, data_path, list(overrides), model, weights_key, measure=measure, tap=tap)
-    result = run_evaluation(config, checkpoint, root)
-    click.echo("\n".join(formatted(result)))
+    check_given("--tap needs --probe")
+    config = resolve(checkpoint, data_path, list(overrides), measure=probe or "accuracy", **options)
+    click.echo("\n".join(formatted(run_evaluation(config, checkpoint, root))))
 
 
 @click.command()
 @click.argument("model", metavar="CHECKPOINT|RUN|MODEL", type=FileOrUri())
-@click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
-@click.option("--to", type=PathType(path_type=Path, dir_okay=False), required=True, help="FILE.parquet or FILE.npy.")
-@click.option(
-    "--weights", type=FileOrUri(), help="Weights of MODEL, as teacher.weights: DEFAULT, another published name, a file."
-)
+@click.option("--data", "data_path", type=FileOrUri(), required=True, help=DATA_PATH)
+@click.option("--to", type=PathType(dir_okay=False), required=True, help="FILE.parquet or FILE.npy.")
+@click.option("--weights", type=FileOrUri(), help="Weights of MODEL, as teacher.weights.")
 @WEIGHTS_KEY
 @TAP
 @SET
 @RUNS_OR_URI
-def embed(
-    model: str,
-    data_path: str,
-    to: Path,
-    weights: str | None,
-    weights_key: str | None,
-    tap: str,
-    overrides: tuple[str, ...],
-    root: Path,
-) -> None:
+def embed(model: str, data_path: str, to: Path, overrides: tuple[str, ...], root: Path, **options: Any) -> None:
     """A model's features of every image of a data set, in one file.
 
     Both splits are written. A .parquet file has the columns path, split, label, class and embedding; a .npy file (N, D) of
     float32, its images' paths in FILE.npy.txt.
     """
-    if weights_key is not None and weights is None:
-        raise click.UsageError("--weights-key is for --weights: add --weights, or leave it out")
-    result = run_embed(model, data_path, to, list(overrides), root, weights=weights, weights_key=weights_key, tap=tap)
-    sizes = (
-        f"{result['num_images']:.0f} images × {result['num_features']:.0f} features, {result['skipped_images']:.0f} unreadable"
-    )
-    click.echo("\n".join([f"{to}: {sizes}", *details(result)]))
+    check_given("--weights-key needs --weights")
+    result = run_embed(model, data_path, to, list(overrides), root, **options)
+    line = "{num_images:.0f} images × {num_features:.0f} features, {skipped_images:.0f} unreadable".format_map(result)
+    click.echo("\n".join([f"{to}: {line}", *details(result)]))
 
 
 def formatted(result: Mapping[str, Any]) -> list[str]:

@@ -7,13 +7,12 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from service.commands.options import SET, experiment_file
-from service.commands.path_types import RecipeOrKey
+from service.commands.options import SET, check_given, experiment_file
+from service.commands.path_types import RecipeOrFile
 from service.config.batch_size import AUTO
 from service.config.dotted import flatten
 from service.config.experiment import load
 from service.config.files import recipes
-from service.config.messages import source_of_key
 from service.config.reference import keys_below
 from service.config.schema import Experiment
 from service.config.space import GLOBAL_BATCH
@@ -32,7 +31,7 @@ def list_recipes() -> None:
 
 
 @click.command()
-@click.argument("recipe_or_file", type=RecipeOrKey(), required=False)
+@click.argument("recipe_or_file", type=RecipeOrFile(), required=False)
 @SET
 @click.option("--keys", "keys", is_flag=True, help="List all keys, or those below the key that is given instead.")
 def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> None:
@@ -43,8 +42,7 @@ def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> 
     distill show --keys             all keys of an experiment: type, default, meaning
     distill show --keys optim       those of one section
     """
-    if keys and overrides:
-        raise click.UsageError("--keys and --set: give one of them, as --keys lists keys and not values")
+    check_given("--keys excludes --set")
     if keys:
         print_keys(recipe_or_file or "")
     elif recipe_or_file is None:
@@ -65,13 +63,13 @@ def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
     resolved = load(recipe_or_file, overrides, method_files="ignore")
     flat = flatten(resolved.experiment.model_dump(mode="json"))
     path = Path(recipe_or_file)
-    names = {recipe_or_file: display_name(path)} if path.is_file() else {}
-    sources = {key: names.get(source, source) for key, source in resolved.sources.items()}
-    for key, source in decided_keys(path).items():
-        if sources.get(key) == display_name(path):
-            sources[key] = source
+    name = display_name(path) if path.is_file() else recipe_or_file
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
-    comments = {key: f"# {source_of_key(key, sources, 'default')}" for key in texts}
+    sources = dict(resolved.sources)
+    for key, source in decided_keys(path).items():
+        if sources.get(key, "").startswith(f"{recipe_or_file}:"):
+            sources[key] = source
+    comments = {key: f"# {sources.get(key, 'default').replace(recipe_or_file, name)}" for key in texts}
     left, middle, right = (max(map(len, column.values())) for column in ({key: key for key in texts}, texts, comments))
     middle = min(60, middle, max(10, output().width - left - right - 4))
     for key, text in texts.items():

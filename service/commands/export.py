@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,9 @@ import click
 from rich.table import Table
 
 from service.commands.options import DATA_PATH, print_all
-from service.commands.path_types import DataPath, FileOrUri, PathType
+from service.commands.path_types import FileOrUri, PathType
 from service.config.experiment import read_resolved
 from service.config.paths import absolute
-from service.runs.display import output
 from service.runs.stored.stored_runs import fetch_checkpoint, fetch_records
 from trainables.config import DataConfig
 from trainables.errors import CheckpointError, ExportError
@@ -29,18 +29,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=FileOrUri())
 @click.option("--to", type=click.Choice(list(EXPORTS)), required=True, help="The format.")
-@click.option(
-    "--out", type=PathType(path_type=Path), help="Folder of the file and of export.json; default: exports/FORMAT in the run."
-)
-@click.option("--data", "data_path", type=DataPath(), help=f"Validation images to compare on; default: the run's. {DATA_PATH}")
+@click.option("--out", type=PathType(), help="Folder of the file and of export.json; default: exports/FORMAT in the run.")
+@click.option("--data", "data_path", type=FileOrUri(), help=f"Validation images to compare on; default: the run's. {DATA_PATH}")
 @click.option("--limit", type=click.IntRange(1), default=1000, show_default=True, help="Most validation images to compare on.")
 @click.option("--preprocess", is_flag=True, help="onnx, torch_export: take uint8 (B, 3, H, W), and normalize them inside.")
 @click.option(
     "--tolerance", type=click.FloatRange(0), default=1e-3, show_default=True, help="Largest difference, of the largest logit."
 )
-def export(
-    checkpoint: str, to: str, out: Path | None, data_path: str | None, limit: int, preprocess: bool, tolerance: float
-) -> None:
+def export(checkpoint: str, to: str, out: Path | None, data_path: str | None, **options: Any) -> None:
     """A trained student for other programs: ONNX, torch.export, timm, torchvision, safetensors.
 
     Each file is read back by the library that other programs read it with, and compared with the checkpoint on validation images.
@@ -52,16 +48,19 @@ def export(
     if path is None:
         raise CheckpointError(f"{checkpoint} is the name of published weights: give a run or a checkpoint")
     run = run_of(path)
-    if out is None:
-        if run is None or is_uri(checkpoint):
-            raise ExportError(f"{checkpoint} is in no run's folder on this machine: write --out FOLDER")
-        out = run / "exports" / to
-    data = data_of_run(checkpoint, run, data_path)
+    if out is None and (run is None or is_uri(checkpoint)):
+        raise ExportError(f"{checkpoint} is in no run's folder on this machine: write --out FOLDER")
+    if run is None and data_path is None:
+        raise ExportError(f"{checkpoint} is in no run, whose validation images it would be compared on: write --data PATH")
+    data = read_resolved(RunDir(run).experiment, reading=True).experiment.data if run is not None else DataConfig()
+    if data_path is not None:
+        data = data.model_copy(update={"path": absolute(data_path)})
     from trainables.export.export import export as write
     from trainables.export.student import read_student
 
-    record = write(read_student(path), to, out, data, preprocess=preprocess, limit=limit, tolerance=tolerance)
-    print_all(output(), lines_of(record, out))
+    folder = out if run is None or out is not None else run / "exports" / to
+    assert folder is not None
+    print_all(lines_of(write(read_student(path), to, folder, data, **options), folder))
 
 
 def checkpoint_of(text: str) -> Path | None:
@@ -78,28 +77,20 @@ def run_of(checkpoint: Path) -> Path | None:
     return None
 
 
-def data_of_run(checkpoint: str, run: Path | None, path: str | None) -> DataConfig:
-    """The data of a run, or those at `path`, read as the run's. Raises ExportError: there is neither."""
-    if run is None and path is None:
-        raise ExportError(f"{checkpoint} is in no run, whose validation images it would be compared on: write --data PATH")
-    data = DataConfig() if run is None else read_resolved(RunDir(run).experiment, reading=True).experiment.data
-    return data if path is None else data.model_copy(update={"path": absolute(path)})
-
-
 def lines_of(record: dict[str, Any], folder: Path) -> list[str]:
     """What is printed of an export."""
     found, file = record["comparison"], folder / record["file"]
     opset = f", opset {record['opset']}" if "opset" in record else ""
     skipped = f" ({found['skipped_images']} unreadable)" if found["skipped_images"] else ""
-    of_all = f"{found['num_images']:,} of {found['num_val_images']:,} validation images of {found['data']}{skipped}"
     accuracy = f"; Acc@1 {found['top1_pct']:.3f} (checkpoint {found['checkpoint_top1_pct']:.3f})" if "top1_pct" in found else ""
     same = f", equal top-1 {found['same_top1_pct']:.2f}%" if "same_top1_pct" in found else ""
     return [
         f"{file}: {record['model']}{opset}, {file.stat().st_size / 2**20:.2f} MiB; classes and preprocessing: export.json",
-        f"read back and compared on {of_all}: largest difference of {record['output']} {found['max_difference']:.3g} "
-        f"(allowed {found['tolerance']:.3g}){same}{accuracy}",
+        f"read back and compared on {found['num_images']:,} of {found['num_val_images']:,} validation images of {found['data']}"
+        f"{skipped}: largest difference of {record['output']} {found['max_difference']:.3g} (allowed {found['tolerance']:.3g})"
+        f"{same}{accuracy}",
         f"images: numpy {record['input']}; mean {record['mean']}, std {record['std']}, {record['image_size']} px",
-        "load it with this package:" if any("trainables" in line for line in record["load"]) else "load it without this package:",
+        "load it with:",
         *(f"  {line}" for line in record["load"]),
     ]
 
@@ -110,7 +101,7 @@ def lines_of(record: dict[str, Any], folder: Path) -> list[str]:
 @click.option("--threads", "num_threads", type=click.IntRange(1), help="Threads of torch and onnxruntime; default: torch's.")
 @click.option("--image-size", type=click.IntRange(1, 4096), help="Pixels a side; default: the model's own.")
 @click.option("--compile", "compiled", is_flag=True, help="A row for torch.compile, too.")
-@click.option("--json", "json_file", type=PathType(path_type=Path, dir_okay=False), help="Write the numbers to this file, too.")
+@click.option("--json", "json_file", type=PathType(dir_okay=False), help="Write the numbers to this file, too.")
 def bench_model(
     model: str, batches: str, num_threads: int | None, image_size: int | None, compiled: bool, json_file: Path | None
 ) -> None:
@@ -121,13 +112,9 @@ def bench_model(
     \b
     Example:  distill bench-model mobilenet_v3_small --batch 1 --threads 1
     """
-    try:
-        sizes = [int(size) for size in batches.split(",")]
-    except ValueError:
-        sizes = [0]
-    if min(sizes) < 1:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", batches):
         raise click.UsageError(f"--batch {batches}: write whole numbers from 1, such as 1,32")
-    is_file = not is_uri(model) and Path(model).suffix == ".onnx"
+    sizes, is_file = [int(size) for size in batches.split(",")], not is_uri(model) and Path(model).suffix == ".onnx"
     if not is_file and not is_uri(model) and not Path(model).exists():
         check_model_name(model)
     import torch
@@ -144,14 +131,15 @@ def bench_model(
     if json_file is not None:
         write_json(json_file, found)
     macs = f", {found['macs'] / 1e6:,.2f} M MACs an image (FLOPs / 2)" if found["macs"] is not None else ""
-    sizes_line = f"{found['num_parameters'] / 1e6:,.2f} M parameters{macs}, {found['size_mib']:.2f} MiB"
     table = Table("runtime", "batch", "median ms", "p95 ms", "images/s")
     for row in found["rows"]:
         speed = (f"{row['median_ms']:.2f}", f"{row['p95_ms']:.2f}", f"{row['images_per_s']:,.0f}")
         table.add_row(row["runtime"], str(row["batch"]), *speed)
-    counted = f"{found['num_threads']} thread{'s' if found['num_threads'] > 1 else ''}"
-    line = f"{found['model']}: {sizes_line}; {found['image_size']} px, float32 on the CPU, {counted}"
-    print_all(output(), [line, table])
+    line = (
+        f"{found['model']}: {found['num_parameters'] / 1e6:,.2f} M parameters{macs}, {found['size_mib']:.2f} MiB;"
+        f" {found['image_size']} px, float32 on the CPU, {found['num_threads']} thread{'s' if found['num_threads'] > 1 else ''}"
+    )
+    print_all([line, table])
 
 
 def benched(model: str, image_size: int | None) -> Student:

@@ -1,7 +1,6 @@
 """`methods`, `check-method` and `taps`: ways to distil, and where they read models."""
 
 import contextlib
-from collections.abc import Mapping
 
 import click
 from rich.text import Text
@@ -9,11 +8,11 @@ from rich.text import Text
 from service.commands.options import print_all
 from service.commands.path_types import MethodName
 from service.config.experiment import parse_override
-from service.config.messages import ConfigProblems
+from service.config.messages import with_sources
 from service.config.rules import check_options
 from service.report.method_table import method_parts, method_table
 from service.runs.display import output
-from trainables.errors import ExperimentError, ModelError
+from trainables.errors import ExperimentError
 from trainables.models.names import check_model_name
 
 IMAGE_SIZE = click.IntRange(1, 4096)
@@ -26,7 +25,7 @@ def list_methods(name: str | None) -> None:
 
     With NAME, as in distill.method or FILE.py:CLASS, all about this one, with its options.
     """
-    print_all(output(), (method_table(),) if name is None else method_parts(name))
+    print_all((method_table(),) if name is None else method_parts(name))
 
 
 @click.command()
@@ -55,7 +54,12 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     Example:  distill check-method my_method.py:Margin --option weight=2
     """
     values = dict(parse_override(option, "--option") for option in options)
-    check_arguments(name, values, {"--student": student, "--teacher": teacher})
+    try:
+        check_options(name, values)
+    except ExperimentError as error:
+        raise with_sources(error, "--option") from error
+    for model in (student, teacher):
+        check_model_name(model)
     from trainables.distributed.rank_pool import RankPool
     from trainables.engine.check_method import Case, check
 
@@ -67,16 +71,3 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
             num_broken += bool(problem)
     if num_broken:
         raise ExperimentError(f"{name} does not keep the contract of a method in {num_broken} of the points above")
-
-
-def check_arguments(name: str, options: Mapping[str, object], models: Mapping[str, str]) -> None:
-    """Refuse a method, options or models (option → name) that do not exist. Raises ExperimentError: one line for each."""
-    try:
-        check_options(name, options, missing="give --option {name}=…")
-    except ConfigProblems as problems:
-        raise ExperimentError(problems.text("--option")) from problems
-    for option, model in models.items():
-        try:
-            check_model_name(model)
-        except ModelError as error:
-            raise ExperimentError(f"{option}: {error}") from error

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from service.commands.path_types import Override, PathType, RecipeOrFile, RunPath, RunsRoot
-from service.runs.stored.stored_runs import fetch_records, run_folder
+from service.commands.path_types import Override, PathType, RecipeOrFile
+from service.runs.display import output
+from service.runs.stored.stored_runs import fetch_records, root_folder, run_folder
 from trainables.errors import ExperimentError
 from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, expand_home
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 
 def default_runs_root() -> Path | str:
@@ -32,7 +33,7 @@ def default_runs_root() -> Path | str:
 
 FC = TypeVar("FC", bound="Callable[..., Any] | click.Command")
 RECIPE = click.argument("recipe_or_file", type=RecipeOrFile())
-DIR = click.argument("directory", type=RunPath(path_type=Path))
+DIR = click.argument("directory", type=PathType(run_folder))
 SET = click.option(
     "--set",
     "overrides",
@@ -41,7 +42,7 @@ SET = click.option(
     metavar="KEY=VALUE",
     help="Change one value, such as data.global_batch_size=256.",
 )
-OUT = click.option("--out", type=RunPath(path_type=Path), help="Run directory, or s3://…/RUN; default: ROOT/<name>-<time>.")
+OUT = click.option("--out", type=PathType(run_folder), help="Run directory, or s3://…/RUN; default: ROOT/<name>-<time>.")
 
 
 def runs_option(kind: PathType, help_text: str) -> Callable[[FC], FC]:
@@ -51,8 +52,8 @@ def runs_option(kind: PathType, help_text: str) -> Callable[[FC], FC]:
     )
 
 
-RUNS = runs_option(PathType(path_type=Path), "Root of all runs and of their MLflow store.")
-RUNS_OR_URI = runs_option(RunsRoot(path_type=Path), "Root of all runs and of their MLflow store, or s3://BUCKET/PREFIX.")
+RUNS = runs_option(PathType(), "Root of all runs and of their MLflow store.")
+RUNS_OR_URI = runs_option(PathType(root_folder), "Root of all runs and of their MLflow store, or s3://BUCKET/PREFIX.")
 DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder or another layout."
 PROCESSES = click.option(
     "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one per core. The result is the same."
@@ -62,6 +63,16 @@ PROCESSES = click.option(
 def is_given(parameter: str) -> bool:
     """Whether the user gave this option of the running command, even with its default value."""
     return click.get_current_context().get_parameter_source(parameter) is ParameterSource.COMMANDLINE
+
+
+def check_given(*rules: str) -> None:
+    """Refuse options of the running command that break a rule: `--a needs --b`, or `--a excludes --b`."""
+    names = {option: each.name or "" for each in click.get_current_context().command.params for option in each.opts}
+    for rule in rules:
+        option, verb, other = rule.split()
+        if is_given(names[option]) and is_given(names[other]) is (verb == "excludes"):
+            remedy = "give one of them" if verb == "excludes" else f"add {other}, or leave {option} out"
+            raise click.UsageError(f"{option} {verb} {other}: {remedy}")
 
 
 def experiment_file(text: str) -> str:
@@ -79,7 +90,7 @@ def experiment_file(text: str) -> str:
     return str(file)
 
 
-def print_all(console: Console, parts: Iterable[RenderableType]) -> None:
+def print_all(parts: Iterable[RenderableType]) -> None:
     """Print tables and lines; a line longer than the terminal is not broken."""
     for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
+        output().print(part, soft_wrap=isinstance(part, str))

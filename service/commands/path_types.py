@@ -1,5 +1,6 @@
 """Types of arguments and options whose text names something on this machine."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,38 +10,26 @@ from click.types import StringParamType
 from service.config.experiment import parse_override
 from service.config.files import recipes
 from service.runs.run_directory import has_begun
-from service.runs.stored.stored_runs import root_folder, run_folder
 from trainables.errors import ExperimentError
-from trainables.notices import notice
 from trainables.object_store.store import is_uri
 from trainables.redact import redact_uris
 
 
 class PathType(click.Path):
-    """A file or folder on this machine, existing or not."""
+    """A file or folder on this machine, existing or not; with `at_uri`, which gives the folder of its copy, also a URI."""
+
+    def __init__(self, at_uri: Callable[[str], Path] | None = None, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+        self.at_uri = at_uri
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self.at_uri(value, param, ctx) if isinstance(value, str) and is_uri(value) else super().convert(value, param, ctx)
-
-    def at_uri(self, uri: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The folder of this machine that has the copy of what is at a URI. Raises ExperimentError: none is taken here."""
+        if not isinstance(value, str) or not is_uri(value):
+            return super().convert(value, param, ctx)
+        if self.at_uri is not None:
+            return self.at_uri(value)
         name = f"{param.get_error_hint(ctx).strip(chr(39))} " if param and ctx else ""
         command = f"`distill {ctx.info_name}`" if ctx else "this"
-        raise ExperimentError(f"{name}{redact_uris(uri)}: {command} takes no URI here: give a path on this machine")
-
-
-class RunsRoot(PathType):
-    """A runs' root, also in an object store."""
-
-    def at_uri(self, uri: str, *_: object) -> Path:
-        return root_folder(uri)
-
-
-class RunPath(PathType):
-    """A run's folder, also in an object store."""
-
-    def at_uri(self, uri: str, *_: object) -> Path:
-        return run_folder(uri)
+        raise ExperimentError(f"{name}{redact_uris(value)}: {command} takes no URI here: give a path on this machine")
 
 
 class MethodName(StringParamType):
@@ -52,11 +41,7 @@ class NameOrFile(StringParamType):
 
 
 class FileOrUri(StringParamType):
-    """A file or folder, its URI in an object store, or another name: of a model, or of published weights."""
-
-
-class DataPath(FileOrUri):
-    """As `data.path`: a folder, or a built-in source."""
+    """A file or folder, its URI in an object store, or another name: of a model, published weights, a built-in source."""
 
 
 class Override(StringParamType):
@@ -68,11 +53,7 @@ class Override(StringParamType):
 
 
 class RecipeOrFile(StringParamType):
-    """An experiment, also a run's at a URI."""
-
-
-class RecipeOrKey(RecipeOrFile):
-    """An experiment, or with --keys the beginning of a key."""
+    """An experiment, also a run's at a URI; with --keys the beginning of a key."""
 
 
 class RunOrRecipe(RecipeOrFile):
@@ -86,7 +67,4 @@ def is_run_folder(text: str) -> bool:
     """
     if text in recipes() and has_begun(Path(text)):
         raise ExperimentError(f"{text} is a recipe and the folder of a run: write ./{text} for the run, or rename it")
-    if text in recipes() and Path(text).is_dir():
-        notice(f"{text} is the recipe, not the folder {text}, which has no run: write ./{text} for the folder")
-        return False
-    return Path(text).is_dir()
+    return text not in recipes() and Path(text).is_dir()

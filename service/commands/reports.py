@@ -5,14 +5,24 @@ from pathlib import Path
 import click
 
 from service.commands.options import DIR, RUNS_OR_URI, SET, is_given, print_all
-from service.commands.path_types import PathType, RunOrRecipe, RunPath, is_run_folder
+from service.commands.path_types import PathType, RunOrRecipe, is_run_folder
 from service.config.experiment import load
+from service.doctor.measure import measured_lines, parts_of, probe
+from service.doctor.read_run import read_run
+from service.doctor.terminal_lines import case_lines
+from service.report.compare import compare as run_compare
+from service.report.compare import comparison_lines, comparison_page
+from service.report.document import write
+from service.report.page import write_page
+from service.report.records import records_of_run
+from service.report.terminal import report_of
+from service.report.terminal import watch as follow
 from service.runs.display import output
 from service.runs.run_directory import reopen
 from service.runs.stored.stored_runs import run_folder
 from trainables.object_store.store import is_uri
 
-HTML = PathType(path_type=Path, dir_okay=False)
+HTML = PathType(dir_okay=False)
 
 
 @click.command()
@@ -21,30 +31,19 @@ HTML = PathType(path_type=Path, dir_okay=False)
 @click.option("--watch", is_flag=True, help="Follow a run: tables and page are renewed until it ends.")
 def report(directory: Path, html: Path | None, watch: bool) -> None:
     """Tables of a finished or running run or sweep, and one HTML page with figures: DIR/report.html."""
-    from service.report.page import write_page
-    from service.report.records import records_of_run
-    from service.report.terminal import report_of
-    from service.report.terminal import watch as follow
-
-    console = output()
-    records = follow(directory, console, html) if watch else records_of_run(directory)
-    print_all(console, report_of(records))
+    records = follow(directory, output(), html) if watch else records_of_run(directory)
+    print_all(report_of(records))
     click.echo(f"page: {write_page(records, html)}")
 
 
 @click.command()
-@click.argument("a", type=RunPath(path_type=Path))
-@click.argument("b", type=RunPath(path_type=Path))
+@click.argument("a", type=PathType(run_folder))
+@click.argument("b", type=PathType(run_folder))
 @click.option("--html", type=HTML, help="Also write the comparison as a page here.")
 def compare(a: Path, b: Path, html: Path | None) -> None:
     """Two sweeps or runs side by side: the best of each, speed at common points, and the differences between the experiments."""
-    from service.report.compare import compare as run_compare
-    from service.report.compare import comparison_lines, comparison_page
-    from service.report.document import write
-    from service.report.records import records_of_run
-
     comparison = run_compare(records_of_run(a), records_of_run(b))
-    print_all(output(), comparison_lines(comparison))
+    print_all(comparison_lines(comparison))
     if html:
         write(comparison_page(comparison), html)
         click.echo(f"page: {html}")
@@ -57,26 +56,17 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
 @RUNS_OR_URI
 def doctor(directory_or_recipe: str, overrides: tuple[str, ...], measure: bool, root: Path) -> None:
     """Where a step's time goes and what to change: of a run or sweep by its records, of a recipe by a short timing run."""
-    from service.doctor.read_run import read_run
-    from service.doctor.terminal_lines import case_lines
-
     measured = list[str]()
-
     if is_uri(directory_or_recipe):
         directory_or_recipe = str(run_folder(directory_or_recipe))
         reopen(Path(directory_or_recipe))
     if is_run_folder(directory_or_recipe):
-        if overrides:
-            raise click.UsageError("--set: changes a recipe; the values of a run are in its experiment.yaml")
-        if measure:
-            raise click.UsageError("--measure: runs a recipe; give the recipe, or the run's experiment.yaml")
-        if is_given("root"):
-            raise click.UsageError("--runs: is for the timing run of a recipe; a run is read where it is")
+        for option, name in {"--set": "overrides", "--measure": "measure", "--runs": "root"}.items():
+            if is_given(name):
+                raise click.UsageError(f"{option}: is for the timing run of a recipe; give the run's experiment.yaml")
         cases = read_run(*reopen(Path(directory_or_recipe)))
     else:
         resolved = load(directory_or_recipe, overrides)
-        from service.doctor.measure import measured_lines, parts_of, probe
-
         cases, steps_ms = probe(resolved, root, parts_of(resolved.experiment) if measure else ())
         measured = measured_lines(cases[0].evidence, steps_ms)
-    print_all(output(), [*case_lines(cases), *measured])
+    print_all([*case_lines(cases), *measured])

@@ -8,7 +8,7 @@ import click
 
 from service.cluster.local_ray import RayLostError
 from service.commands.options import RUNS, SET, print_all
-from service.commands.path_types import DataPath, NameOrFile, PathType
+from service.commands.path_types import FileOrUri, NameOrFile, PathType
 from service.reproduce import terminal
 from service.reproduce.run_table import (
     Reproduction,
@@ -22,7 +22,6 @@ from service.reproduce.run_table import (
 )
 from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
-from service.runs.display import output
 from service.runs.run_directory import check_writable, new_run_dir
 from trainables.errors import ClusterError, TrainingError
 
@@ -32,10 +31,10 @@ from trainables.errors import ClusterError, TrainingError
 @click.option("--pairs", help="Teacher–student pairs with commas between them; default: all.")
 @click.option("--methods", help="Columns of the table; `student` is the students alone; default: all.")
 @click.option("--seeds", default="0,1,2", show_default=True)
-@click.option("--data", "data_path", type=DataPath(), help="As data.path; default: the recipe's.")
-@click.option("--teachers", type=PathType(path_type=Path), help="Folder of published checkpoints.")
+@click.option("--data", "data_path", type=FileOrUri(), help="As data.path; default: the recipe's.")
+@click.option("--teachers", type=PathType(), help="Folder of published checkpoints.")
 @SET
-@click.option("--out", type=PathType(path_type=Path), help="Folder of its sweeps; default: ROOT/reproduce-TABLE-TIME.")
+@click.option("--out", type=PathType(), help="Folder of its sweeps; default: ROOT/reproduce-TABLE-TIME.")
 @RUNS
 @click.option("--dry-run", is_flag=True, help="Print the plan and what there is of it in --out.")
 def reproduce(
@@ -60,9 +59,7 @@ def reproduce(
     planned_out = out or root / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     job = Reproduction(published, request, sweeps, changed, planned_out.absolute(), root)
     check_begun(job)
-    console = output()
-    console.print(terminal.plan_grid(job))
-    console.print(terminal.plan_line(job), soft_wrap=True)
+    print_all([terminal.plan_grid(job)])
     if dry_run:
         if out is not None:
             print_results(replace(job, changed=(*changed, *size_differences(job))))
@@ -85,6 +82,5 @@ def reproduce(
 
 def print_results(job: Reproduction) -> None:
     """Ours and the published numbers, as far as there are any."""
-    found = cells(job)
     teachers = terminal.teachers_grid(job.table, teachers_of(job))
-    print_all(output(), [teachers, terminal.cells_grid(job.table, found, job.changed), terminal.verdict_counts(found)])
+    print_all([teachers, terminal.cells_grid(job.table, cells(job), job.changed)])

@@ -1,22 +1,44 @@
 """`train`, `sweep`, `resume` and `cache`: what carries out an experiment."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, experiment_file, is_given
+from service.cluster.local_ray import RayLostError
+from service.cluster.resources import is_local, local_capacity
+from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, check_given, experiment_file, is_given
 from service.commands.path_types import PathType
-
-if TYPE_CHECKING:
-    from service.config.experiment import Resolved
-    from service.runs.result import Kind, RunResult
-    from trainables.config import DataIdentity
-    from trainables.rundir import RunDir
-
-# What is imported in a function is not needed to refuse a wrong experiment.
+from service.config.experiment import Resolved, load
+from service.config.files import recipes
+from service.config.paths import absolute_or_new
+from service.runs.dry_run import training_lengths
+from service.runs.method_copies import changed_methods
+from service.runs.plan import Plan
+from service.runs.preflight import check_checkpoints, check_data_of_run, check_train
+from service.runs.result import Kind, RunResult
+from service.runs.run_directory import (
+    begin_run,
+    check_same,
+    check_writable,
+    has_begun,
+    locked_run,
+    new_run_dir,
+    reopen,
+    runs_root_of,
+)
+from service.runs.stored.stored_runs import NOT_PUT, display_name, fetch_records, shell_name, uri_of
+from service.runs.stored.stored_session import stored_session
+from service.runs.teacher_cache import fill_cache
+from service.runs.train import train as run_train
+from service.sweeps.preflight import check_sweep
+from service.sweeps.trials import has_trials_to_retry, plan_trials
+from service.tracking.stores import compare_urls, default_uri
+from trainables.config import DataIdentity
+from trainables.errors import ClusterError, ExperimentError, first_three
+from trainables.notices import notices_to
+from trainables.redact import redact
+from trainables.rundir import RunDir
 
 CONTINUE = click.option(
     "--continue", "continues", is_flag=True, help="Resume the run of --out if there is one: for schedulers that restart commands."
@@ -38,12 +60,12 @@ def begins(kind: Kind, help_text: str) -> click.Command:
     @click.option("--dry-run", is_flag=True, help="Check data, models and settings, say what would run, and stop.")
     @RUNS_OR_URI
     def command(recipe_or_file: str, overrides: tuple[str, ...], dry_run: bool, **options: Any) -> None:
+        check_given("--continue needs --out", "--accept-new-data needs --continue", "--dry-run excludes --continue")
+        resolved = load(experiment_file(recipe_or_file), overrides)
         if dry_run:
-            if options["continues"] or options["accept_new_data"]:
-                raise click.UsageError("--dry-run: checks a new run: leave out --continue and --accept-new-data")
-            preview(kind, recipe_or_file, overrides, options["root"], options["out"])
+            preview(kind, recipe_or_file, resolved, options["root"], options["out"])
         else:
-            start_run(kind, recipe_or_file, overrides, **options)
+            start_run(kind, resolved, **options)
 
     return command
 
@@ -61,13 +83,6 @@ def resume(directory: Path, accept_new_data: bool) -> None:
 
 
 def resume_run(directory: Path, *, accept_new_data: bool) -> None:
-    from service.runs.method_copies import changed_methods
-    from service.runs.preflight import check_checkpoints, check_data_of_run
-    from service.runs.run_directory import locked_run, reopen, runs_root_of
-    from service.runs.stored.stored_runs import NOT_PUT, display_name, shell_name
-    from service.runs.stored.stored_session import stored_session
-    from service.sweeps.trials import has_trials_to_retry
-
     saved, run_dir, result = reopen(directory)
     if result.status == "complete" and not has_trials_to_retry(saved.experiment, result.rows):
         if (run_dir.root / NOT_PUT).exists():
@@ -91,16 +106,12 @@ def resume_run(directory: Path, *, accept_new_data: bool) -> None:
 @RUNS
 @click.option(
     "--publish",
-    type=PathType(path_type=Path, file_okay=False),
+    type=PathType(file_okay=False),
     help="Fill DIR in place of teacher.cache, and add what others need to read it: a reinforced data set.",
     metavar="DIR",
 )
 def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path, publish: Path | None) -> None:
     """Fill teacher.cache: the teacher's outputs for all epochs of an experiment. If interrupted, repeat the command."""
-    from service.config.experiment import load
-    from service.config.paths import absolute_or_new
-    from service.runs.teacher_cache import fill_cache
-
     resolved = load(recipe_or_file, overrides)
     if publish is not None:
         publish = Path(absolute_or_new(str(publish)))
@@ -109,28 +120,8 @@ def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path, publish: 
     click.echo(fill_cache(resolved, root, publish))
 
 
-def start_run(
-    kind: Kind,
-    recipe_or_file: str,
-    overrides: tuple[str, ...],
-    *,
-    out: Path | None,
-    root: Path,
-    continues: bool,
-    accept_new_data: bool,
-) -> None:
-    """Check the experiment, create its run directory, and run it; `continues`: or resume the same run in `out`."""
-    from service.config.experiment import load
-    from service.runs.run_directory import begin_run, check_same, check_writable, has_begun, new_run_dir
-    from service.runs.stored.stored_runs import display_name, fetch_records, uri_of
-    from trainables.errors import ExperimentError
-    from trainables.notices import notices_to
-
-    resolved = load(experiment_file(recipe_or_file), overrides)
-    if continues and out is None:
-        raise ExperimentError("--continue: give the run's directory with --out")
-    if accept_new_data and not continues:
-        raise ExperimentError("--accept-new-data is for a run that is resumed: add --continue")
+def start_run(kind: Kind, resolved: Resolved, *, out: Path | None, root: Path, continues: bool, accept_new_data: bool) -> None:
+    """Create the run directory of an experiment, and run it; `continues`: or resume the same run in `out`."""
     if out is not None:
         if uri_of(out):
             if is_given("root") and root != out.parent:
@@ -150,18 +141,8 @@ def start_run(
     run_to_the_end(kind, resolved, run_dir, root, data)
 
 
-def preview(kind: Kind, recipe_or_file: str, overrides: tuple[str, ...], root: Path, out: Path | None) -> None:
+def preview(kind: Kind, recipe_or_file: str, resolved: Resolved, root: Path, out: Path | None) -> None:
     """Check an experiment as a run of it begins, and print what would run; nothing is written."""
-    from service.cluster.resources import is_local, local_capacity
-    from service.config.experiment import load
-    from service.config.files import recipes
-    from service.runs.dry_run import training_lengths
-    from service.runs.plan import Plan
-    from service.runs.run_directory import check_writable
-    from service.sweeps.trials import plan_trials
-    from trainables.errors import first_three
-
-    resolved = load(experiment_file(recipe_or_file), overrides)
     check_writable(root, out)
     resolved, data = check_inputs(kind, resolved)
     experiment = resolved.experiment
@@ -193,21 +174,15 @@ def check_inputs(kind: Kind, resolved: Resolved) -> tuple[Resolved, DataIdentity
 
     Returns the experiment with its `teacher.finetune`, and what the data is, unless a sweep searches over it.
     """
-    from service.runs.preflight import check_train
-    from service.sweeps.preflight import check_sweep
-
     return (check_train if kind == "train" else check_sweep)(resolved)
 
 
 def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, data: DataIdentity | None) -> None:
     """Run, or continue, the experiment of a run directory; print where its results are."""
-    from service.cluster.local_ray import RayLostError
+    # They import plotly and scipy, which are not needed to refuse an experiment.
     from service.report import end_of_run
-    from service.runs.stored.stored_runs import display_name, shell_name
-    from service.runs.train import train as run_train
     from service.sweeps.batch_size import with_batch_size
     from service.sweeps.sweep import sweep as run_sweep
-    from trainables.errors import ClusterError
 
     try:
         if kind == "train":
@@ -227,11 +202,6 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path, 
 
 def record_lines(run_dir: RunDir, result: RunResult, root: Path) -> list[str]:
     """Where the records of a run are in MLflow, and how to look at them: a server shows its own."""
-    from service.runs.run_directory import runs_root_of
-    from service.runs.stored.stored_runs import shell_name
-    from service.tracking.stores import compare_urls, default_uri
-    from trainables.redact import redact
-
     if result.mlflow is None:
         return []
     uri = redact(result.mlflow.uri)

@@ -5,7 +5,6 @@ import click
 from service.commands.options import RECIPE, SET, print_all
 from service.config.batch_size import refuse_auto
 from service.config.experiment import load
-from service.runs.display import output
 
 
 @click.command()
@@ -22,4 +21,4 @@ def split(recipe_or_file: str, overrides: tuple[str, ...], stages: int | None) -
 
     experiment = load(recipe_or_file, overrides, method_files="ignore").experiment
     refuse_auto(experiment, "split")
-    print_all(output(), split_parts(student_in_stages(experiment, stages or max(2, experiment.scale.pipeline_stages))))
+    print_all(split_parts(student_in_stages(experiment, stages or max(2, experiment.scale.pipeline_stages))))

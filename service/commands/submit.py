@@ -32,46 +32,33 @@ from trainables.user_code import file_of, option_key
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--follow", is_flag=True, help="Stream the job's log and exit with its exit code.")
-@click.option(
-    "--runs",
-    "root",
-    show_default="the cluster's RAYDISTILL_RUNS, or ~/runs",
-    help="Root of all runs on the cluster, and of their MLflow store.",
-)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def submit(context: click.Context, follow: bool, root: str | None, command: tuple[str, ...]) -> None:
+def submit(context: click.Context, follow: bool, command: tuple[str, ...]) -> None:
     """Run any other command as a Ray job: distill submit --follow train digits.
 
     Relative paths begin in this directory, also in an experiment file and in --set. The file itself and the files of methods
     travel with the job; the nodes have to see all else that is named. The job's name is also that of the run that it begins.
+    Without --runs of its own, a command uses the cluster's RAYDISTILL_RUNS, or ~/runs there.
     """
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
-        arguments, experiment = package(context.find_root(), command, Path(folder))
-        if root is not None and "--runs" in arguments:
-            raise click.UsageError(f"--runs: is given twice: give it to submit or to {arguments[0]}")
-        if root is not None:
-            root = root.rstrip("/") if is_uri(root) else str(Path(root).absolute())
-        job = job_of(arguments, experiment, root)
+        job = job_of(*package(context.find_root(), command, Path(folder)))
         raise click.exceptions.Exit(run_submit(job, Path(folder), follow, click.echo))
 
 
-def job_of(arguments: Sequence[str], experiment: str | None, root: str | None) -> Job:
+def job_of(arguments: Sequence[str], experiment: str | None) -> Job:
     """The job of a packaged command, with a name that no other job has, and what is known of its run.
 
-    `experiment`: the name of the one that it is given. `root`: the root of all runs; without it the job uses the cluster's own
-    RAYDISTILL_RUNS, unless the command has one.
+    `experiment`: the name of the one that it is given.
     """
-    command = arguments[0]
+    command, title, env_vars = arguments[0], experiment or arguments[0], dict[str, str]()
     given = {option: arguments[arguments.index(option) + 1] for option in ("--out", "--runs") if option in arguments}
-    title, env_vars = experiment or command, {} if root is None else {"RAYDISTILL_RUNS": root}
     name = f"{title}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     metadata = {"job_name": title, "command": command} | ({"experiment": experiment} if experiment else {})
     folder = arguments[1] if command == "resume" else given.get("--out")
     if folder is None and experiment is not None and command in ("train", "sweep"):
         metadata["run"] = env_vars[RUN_NAME] = name
-        root = root or given.get("--runs")
-        folder = root and f"{root}/{name}"
+        folder = f"{given['--runs']}/{name}" if "--runs" in given else None
     if folder is not None:
         folder = folder.rstrip("/")
         metadata |= {"run": folder.rpartition("/")[2], "folder": folder, "page": f"{folder}/report.html"}

@@ -1,6 +1,5 @@
 """`ui` and `sync`: records in MLflow."""
 
-import importlib.metadata
 import os
 import re
 import secrets
@@ -30,8 +29,6 @@ def ui(root: Path, host: str, port: int, allow_changes: bool) -> None:
     The address that it prints has a token in it: other users of this machine reach the port, but not the records. The token is
     that of RAYDISTILL_UI_TOKEN where that is set; MLflow's clients send it as MLFLOW_TRACKING_TOKEN.
     """
-    if not importlib.metadata.entry_points(group="mlflow.app", name="raydistill"):
-        raise ExperimentError("raydistill is not installed here, so that MLflow cannot find its part: pip install -e . once more")
     check_writable(root, None)
     check_address(host, port)
     token = os.environ.get("RAYDISTILL_UI_TOKEN") or secrets.token_urlsafe(24)
@@ -62,8 +59,7 @@ def check_address(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        # For a host name the reason is the resolver's own, and Python appends the address to it.
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror).partition(" (while ")[0]
+        reason = str(error.strerror).partition(" (while ")[0]  # Python appends the address
         raise ClusterError(f"{host}:{port} cannot be listened on ({reason}): give another --port, or --host") from error
 
 

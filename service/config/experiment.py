@@ -18,13 +18,13 @@ from service.config import strict_yaml
 from service.config.batch_size import AUTO
 from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
-from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
+from service.config.messages import ConfigProblems, known_keys, nearest, problems_of, with_sources
 from service.config.paths import absolute_paths
 from service.config.rules import MethodFiles, check_rules, model_names
 from service.config.schema import MAX_NAME, Experiment
-from service.config.space import GLOBAL_BATCH, SpaceError, check_space
+from service.config.space import GLOBAL_BATCH, check_space
 from service.config.sweep import SweepConfig
-from service.config.uris import checked_uri, secret_refusal
+from service.config.uris import secret_refusal
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name, library_of
@@ -35,7 +35,7 @@ from trainables.user_code import read_source
 
 @dataclass(frozen=True)
 class Resolved:
-    """An experiment and, per dotted key, which file, recipe or override its value came from (absent: the default)."""
+    """An experiment and where its values came from: dotted key → FILE:LINE:COLUMN, recipe or override; absent: the default."""
 
     experiment: Experiment
     sources: dict[str, str]
@@ -64,31 +64,30 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
     written = read_experiment_file(recipe_or_file)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_or_file).stem).lstrip("-._")
     written.tree.setdefault("name", stem[:MAX_NAME] or "experiment")
-    tree, sources, marks = copy.deepcopy(written.tree), written.sources, written.marks
+    tree, marks = copy.deepcopy(written.tree), written.marks
     for text in overrides:
         key, value = parse_override(text)
-        if key.partition(".")[0] == "base":
-            raise ExperimentError(
-                f"--set {text}: only a file has a base: write `base: {value}` in it, or give {value} in place of the file"
-            )
         put(tree, key, value, f"--set {text}")
-        sources, marks = (
-            {name: source for name, source in known.items() if not name.startswith(f"{key}.")} | {key: "--set"}
-            for known in (sources, marks)
-        )
+        marks = {name: mark for name, mark in marks.items() if not name.startswith(f"{key}.")}
+        marks |= dict.fromkeys([key, *flatten({key: value})], "--set")
     try:
-        experiment = _checked(tree, method_files)
+        experiment, sources = _checked(tree, method_files), _of_values(marks, tree)
         if own := _own_input(experiment, tree):
             for key, value in own.items():
                 put(tree, key, value, written.where)
             name, weights = experiment.student.model, experiment.student.weights
-            sources = {**sources, **dict.fromkeys(own, f"{name}'s own" if weights is None else f"{weights} of {name}")}
+            sources |= dict.fromkeys(own, f"{name}'s own" if weights is None else f"{weights} of {name}")
             experiment = _checked(tree, method_files)
         return Resolved(_with_absolute_paths(experiment), sources)
-    except ConfigProblems as problems:
+    except ExperimentError as error:
         if overrides and _is_valid(written.tree, method_files):  # then the overrides are what is wrong
-            raise ExperimentError(problems.text("--set")) from problems
-        raise ExperimentError(problems.text(written.where, {**sources, **marks})) from problems
+            raise with_sources(error, "--set") from error
+        raise with_sources(error, written.where, marks) from error
+
+
+def _of_values(marks: Mapping[str, str], tree: Mapping[str, Any]) -> dict[str, str]:
+    """The places of values, without those of sections: what a section does not say is a default."""
+    return {key: marks[key] for key in flatten(tree) if key in marks}
 
 
 def _own_input(experiment: Experiment, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,20 +95,19 @@ def _own_input(experiment: Experiment, tree: Mapping[str, Any]) -> dict[str, Any
 
     Images that are no files have a size of their own.
     """
-    student, own = experiment.student, dict[str, Any]()
-    if (record := trained_input(student.model, student.weights) if student.weights is not None else None) is not None:
-        own = {"data.image_size": record.image_size}
-        own |= {"data.mean": list(record.mean), "data.std": list(record.std)} if record.mean else {}
-    else:
-        library, name = library_of(student.model)
-        own = {"data.image_size": library.default_size(name)}
+    student = experiment.student
+    record = trained_input(student.model, student.weights) if student.weights is not None else None
+    library, name = library_of(student.model)
+    own: dict[str, Any] = {"data.image_size": record.image_size if record is not None else library.default_size(name)}
+    if record is not None and record.mean:
+        own |= {"data.mean": list(record.mean), "data.std": list(record.std)}
+    if experiment.data.path in SOURCES:
+        del own["data.image_size"]
     written = {f"data.{key}" for key in tree.get("data", {})} | experiment.sweep.axes.keys()
     own = {key: value for key, value in own.items() if value is not None and key not in written}
-    if experiment.data.path in SOURCES:
-        own.pop("data.image_size", None)
     if "student.model" in experiment.sweep.axes and own:
-        problem = f"{min(own)}: the students of a sweep see the same crops: write it"
-        raise ConfigProblems([(min(own), problem)])
+        key = min(own)
+        raise ExperimentError.of_key(key, "the students of a sweep see the same crops: write it")
     return own
 
 
@@ -125,15 +123,11 @@ def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
     """The dotted key and the value of one `--set`, or of another option like it. Raises ExperimentError: not KEY=VALUE."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not value or not all(key.split(".")):
-        such = "data.global_batch_size=256" if option == "--set" else "weight=2"
-        raise ExperimentError(f"{option} {text}: write {option} key=value, such as {option} {such}")
+        raise ExperimentError(f"{option} {text}: write {option} key=value")
     try:
         return key, strict_yaml.parse(value, f"{option} {text}")
     except ExperimentError as error:
-        if value[0] in "[{" and value[-1] not in "]}":
-            split = f"{option} {text}: ends inside its brackets: where a shell has split it at a space, write {option} '{key}=…'"
-            raise ExperimentError(f"{split} in quotes") from error
-        raise
+        raise ExperimentError(f"{error}; what has spaces needs quotes: {option} '{key}=…'") from error
 
 
 def read_resolved(path: Path, *, reading: bool = False) -> Resolved:
@@ -146,15 +140,15 @@ def read_resolved(path: Path, *, reading: bool = False) -> Resolved:
     """
     written = read_experiment_file(str(path))
     read = _readable if reading else validate
-    return Resolved(read(written.tree, written.where, written.marks), written.sources)
+    return Resolved(read(written.tree, written.where, written.marks), _of_values(written.marks, written.tree))
 
 
 def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | None = None) -> Experiment:
     """A checked experiment. `sources`: dotted key → where its value came from, if that is not `where`. Raises ExperimentError."""
     try:
         return _checked(tree, "run")
-    except ConfigProblems as problems:
-        raise ExperimentError(problems.text(where, sources)) from problems
+    except ExperimentError as error:
+        raise with_sources(error, where, sources) from error
 
 
 def _readable(tree: Mapping[str, Any], where: str, marks: Mapping[str, str] | None = None) -> Experiment:
@@ -162,45 +156,40 @@ def _readable(tree: Mapping[str, Any], where: str, marks: Mapping[str, str] | No
     try:
         return Experiment.model_validate(tree)
     except ValidationError as error:
-        problem = problems_of(error, Experiment).text(where, marks).partition("\n")[0]
+        problem = str(with_sources(problems_of(error, Experiment), where, marks)).partition("\n")[0]
         raise ExperimentError(f"{problem}; if another version of raydistill wrote this run, read it with that one") from error
 
 
 def _is_valid(tree: Mapping[str, Any], method_files: MethodFiles) -> bool:
     try:
         _checked(tree, method_files)
-    except ConfigProblems:
+    except ExperimentError:
         return False
     return True
 
 
 def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
-    """The validated experiment. Raises ConfigProblems."""
+    """The validated experiment. Raises ExperimentError."""
     try:
         experiment = Experiment.model_validate(tree)
     except ValidationError as error:
-        raise problems_of(error, Experiment, missing=SETTABLE) from error
+        raise problems_of(error, Experiment) from error
     check_rules(experiment, method_files)
-    _check_models(experiment, method_files)
-    if experiment.tracking.enabled and experiment.tracking.uri is not None:
-        try:
-            checked_uri(experiment.tracking.uri)
-        except ExperimentError as error:
-            raise ConfigProblems([("tracking.uri", str(error))]) from error
+    for key, name in model_names(experiment).items():
+        _check_model(key, name, method_files)
     _check_sweep(experiment.sweep)
     _check_secrets(experiment)
     return experiment
 
 
-def _check_models(experiment: Experiment, method_files: MethodFiles) -> None:
-    """Refuse models that do not exist, and files of models that do not unless they are ignored; imports no torch."""
-    for key, name in model_names(experiment).items():
-        try:
-            check_model_name(name)
-            if method_files == "run":
-                read_source(name, key)
-        except (ExperimentError, ModelError) as error:
-            raise ConfigProblems([(key, f"{key}: {str(error).removeprefix(f'{key}: ')}")]) from error
+def _check_model(key: str, name: str, method_files: MethodFiles) -> None:
+    """Refuse a model that does not exist, and a file that does not unless files are ignored; imports no torch."""
+    try:
+        check_model_name(name)
+        if method_files == "run":
+            read_source(name, key)
+    except ModelError as error:
+        raise ExperimentError.of_key(key, str(error)) from error
 
 
 def _check_secrets(experiment: Experiment) -> None:
@@ -213,20 +202,16 @@ def _check_secrets(experiment: Experiment) -> None:
 
 def _check_sweep(sweep: SweepConfig) -> None:
     """Refuse a space that cannot be searched as it is written."""
-    searched = "sweep.points" if sweep.points else "sweep.space"
-    try:
-        check_space(sweep.axes, sweep.policy)
-    except SpaceError as error:
-        raise ConfigProblems([(searched, f"{searched}: {error}")]) from error
-    keys = list(known_keys(Experiment))
+    check_space(sweep.space, sweep.policy)
+    keys = known_keys(Experiment)
     for key, values in sweep.axes.items():
         known = key in keys or (key.startswith("distill.options.") and key.count(".") == 3)
-        problem = None
         if not known or key.startswith(("sweep", "tracking", "name")):
             problem = f"no such key to search over{'' if known else nearest(key, keys)}"
         elif key.startswith(("teacher", "assistants")):
             problem = "one teacher is prepared and shared by all trials: run a sweep for each teacher"
         elif key == GLOBAL_BATCH and isinstance(values, list) and AUTO in values:
             problem = f"{AUTO} is decided when `distill train` begins: list numbers"
-        if problem is not None:
-            raise ConfigProblems([(searched, f"{searched}: {key}: {problem}")])
+        else:
+            continue
+        raise ExperimentError.of_key(sweep.searched, f"{key}: {problem}")

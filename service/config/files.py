@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config import strict_yaml
-from service.config.dotted import flatten, merge
+from service.config.dotted import merge
 from trainables.errors import ExperimentError, did_you_mean
 
 MAX_FILE_BYTES = 16 << 20
@@ -18,10 +18,8 @@ class WrittenExperiment:
     """What a file and its bases say, before it is checked."""
 
     tree: dict[str, Any]
-    sources: dict[str, str]
-    """Dotted key → the file or recipe that its value comes from."""
     marks: dict[str, str]
-    """Dotted key → the place in a file where it is written, FILE:LINE:COLUMN."""
+    """Dotted key → where it is written: FILE:LINE:COLUMN, or the recipe."""
     where: str
     """The file or recipe itself, for messages."""
 
@@ -43,54 +41,42 @@ def read_experiment_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenEx
 
     Raises ExperimentError: there is no such recipe or file, it is no experiment, or its bases lead back to it.
     """
-    if name in recipes():
-        text = (resources.files("service.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
-        where, path = f"recipe {name}", name
-    else:
-        text = _text_of(name, f"{named_by[-1]}: base: {name}" if named_by else name)
-        where, path = name, os.path.realpath(name)
+    is_recipe = name in recipes()
+    path = name if is_recipe else os.path.realpath(name)
     if path in [os.path.realpath(file) for file in named_by]:
         cycle = " → ".join(Path(file).name for file in (*named_by, name))
         raise ExperimentError(f"{name}: `base` leads back to itself ({cycle})")
-    tree, marks = _parse(text, where)
-    if name in recipes():
-        marks = {}
+    if is_recipe:
+        text, where = (resources.files("service.recipes") / f"{name}.yaml").read_text(encoding="utf-8"), f"recipe {name}"
+    else:
+        text, where = _text_of(name, f"{named_by[-1]}: base: {name}" if named_by else name), name
+    tree, marks = strict_yaml.parse_marked(text, where)
+    if not isinstance(tree, dict):
+        raise ExperimentError(f"{where}: an experiment is a mapping, such as `data: {{path: digits}}`")
+    if is_recipe:
+        marks = dict.fromkeys(marks, where)
     base = tree.pop("base", None)
-    sources = dict.fromkeys(flatten(tree), where)
     if base is None:
-        return WrittenExperiment(tree, sources, marks, where)
+        return WrittenExperiment(tree, marks, where)
     if not isinstance(base, str):
         raise ExperimentError(f"{where}: base: give one recipe or file")
-    relative = str(Path(name).parent / base) if name not in recipes() and base not in recipes() else base
+    relative = base if is_recipe or base in recipes() else str(Path(name).parent / base)
     below = read_experiment_file(relative, (*named_by, name))
-    below.tree.pop("name", None)  # a run is named after its own file, not after what that builds on
-    below.sources.pop("name", None)
-    return WrittenExperiment(merge(below.tree, tree), {**below.sources, **sources}, {**below.marks, **marks}, where)
+    for known in (below.tree, below.marks):
+        known.pop("name", None)  # a run is named after its own file, not after what that builds on
+    return WrittenExperiment(merge(below.tree, tree), {**below.marks, **marks}, where)
 
 
 def _text_of(file: str, where: str) -> str:
-    """The text of an experiment's file. Raises ExperimentError where there is none."""
+    """The text of an experiment's file; what is no text in it is no YAML either. Raises ExperimentError: there is none."""
+    if os.path.isdir(file):
+        raise ExperimentError(f"{where}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
     if not os.path.isfile(file):
-        if os.path.isdir(file):
-            raise ExperimentError(f"{where}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
         hint = did_you_mean(Path(file).stem, recipes(), f"recipes: {', '.join(recipes())}")
         raise ExperimentError(f"{where or repr(file)}: neither a recipe nor a file; {hint}")
     try:
         if os.path.getsize(file) > MAX_FILE_BYTES:
             raise ExperimentError(f"{where}: larger than {MAX_FILE_BYTES >> 20} MiB, as no experiment is: give a YAML file")
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ExperimentError(f"{where}: not a text file (byte {error.start}): give a YAML file") from error
+        return Path(file).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from error
-
-
-def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, str]]:
-    tree, marks = strict_yaml.parse_marked(text, where)
-    if not isinstance(tree, dict):
-        kind = {list: "a list", type(None): "empty", str: "text"}.get(type(tree), "a single value")
-        raise ExperimentError(f"{where}: an experiment is a mapping such as `data: {{path: digits}}`, this is {kind}")
-    for key in tree:
-        if not isinstance(key, str):
-            raise ExperimentError(f"{where}: {key}: no such key: keys are words such as data, student, optim")
-    return tree, marks

@@ -10,73 +10,65 @@ from pydantic.fields import FieldInfo
 
 from service.config.other_names import OTHER_NAMES
 from trainables.config import Section
-from trainables.errors import closest_matches
+from trainables.errors import ExperimentError, closest_matches
 
 MAX_LINES = 6
-SETTABLE = "write it in the file or --set {key}=…"
-"""What to do about a key that an experiment lacks."""
 
 _VALID_VALUES = {
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_from_float": "an integer",
-    "int_parsing_size": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "string_unicode": "text",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "model": "a section of keys",
+    "dict": "a section of keys",
+    "tuple": "a list",
+    "list": "a list",
     "string_too_short": "text that is not empty",
     "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
-    "literal_error": "{expected}",
-    "model_type": "a section of keys",
-    "model_attributes_type": "a section of keys",
-    "dict_type": "a section of keys",
-    "tuple_type": "a list",
-    "list_type": "a list",
     "too_long": "a list of {max_length}",
     "greater_than": "above {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
 }
-"""pydantic's type of error → which values are valid."""
+"""pydantic's type of error, or the word that it begins with → which values are valid."""
 
 
-class ConfigProblems(Exception):
-    """What is wrong with a configuration: pairs of a dotted key, "" where it is a rule about several, and a line about it."""
+class ConfigProblems(ExperimentError):
+    """Wrong keys and values: pairs of a dotted key and a line about it."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
         super().__init__("; ".join(line for _, line in problems))
-        self.problems = tuple(problems)
-
-    def text(self, where: str, sources: Mapping[str, str] | None = None) -> str:
-        """One line a problem, `MAX_LINES` at most; each begins with the source of its key, or else with `where`.
-
-        That of a rule is the first key in its line that is written in the file `where`.
-        """
-        sources = sources or {}
-        lines = []
-        for key, line in self.problems:
-            if not key:
-                named = re.findall(r"\b\w+(?:\.\w+)+", line)
-                key = next((each for each in named if sources.get(each, "").startswith(f"{where}:")), "")
-            lines.append(f"{source_of_key(key, sources, where)}: {line}")
-        if len(lines) > MAX_LINES:
-            lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
-        return "\n".join(lines)
+        self.problems = problems
 
 
-def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    return (key for key, _ in _fields(section, prefix))
+def with_sources(error: ExperimentError, where: str, sources: Mapping[str, str] | None = None) -> ExperimentError:
+    """The error, each line of which begins with the source of its key, or else with `where`; `MAX_LINES` lines at most.
+
+    A line about several keys begins with the source of the first one that is written in the file `where`.
+    """
+    sources, lines = sources or {}, []
+    for key, line in error.problems if isinstance(error, ConfigProblems) else [(error.key, str(error))]:
+        if not key:
+            named = re.findall(r"\b\w+(?:\.\w+)+", line)
+            key = next((each for each in named if sources.get(each, "").startswith(f"{where}:")), "")
+        lines.append(f"{_source(key, sources, where)}: {line}")
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
+    return ExperimentError("\n".join(lines))
 
 
-def _free_keys(section: type[BaseModel]) -> set[str]:
-    """The dotted keys below which users write names of their own, such as those of methods."""
-    return {key for key, field in _fields(section) if get_origin(field.annotation) is dict}
+def _source(key: str, sources: Mapping[str, str], where: str) -> str:
+    """The source of a dotted key or of the nearest section around it, else of a key below it, else `where`."""
+    around = key
+    while around and around not in sources:
+        around = re.sub(r"(\.[^.\[]*|\[\d+\]|^[^.\[]*)$", "", around)
+    return sources[around] if around else next((source for name, source in sources.items() if name.startswith(f"{key}.")), where)
+
+
+def known_keys(section: type[BaseModel]) -> list[str]:
+    return [key for key, _ in _fields(section)]
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -96,33 +88,24 @@ def nearest(key: str, keys: Sequence[str]) -> str:
         return f"; did you mean {other}?"
     if " " in target:
         return f"; {other}"
-    same_section = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
-    others = [k for k in keys if k not in same_section.values() and not key.startswith(f"{k}.")]
-    if found := [same_section[name] for name in closest_matches(last, same_section)] or closest_matches(key, others, cutoff=0.75):
-        return f"; did you mean {found[0]}?"
-    # `batch_size` is near to `global_batch_size` by its words, not by its letters.
-    by_name = {k.rpartition(".")[2]: k for k in keys}
-    contained = [k for name, k in by_name.items() if (last in name and len(last) > 2) or (name in last and len(name) > 3)]
-    found = closest_matches(last, by_name)
-    if contained or found:
-        return f"; did you mean {contained[0] if contained else by_name[found[0]]}?"
+    for among in ([name for name in keys if name.rpartition(".")[0] == section], keys):
+        names = dict.fromkeys(name.rpartition(".")[2] for name in among)
+        # `batch_size` is near to `global_batch_size` by its words, not by its letters.
+        contain = (name for name in names if (last in name and len(last) > 2) or (name in last and len(name) > 3))
+        if found := next(iter(closest_matches(last, names)), None) or next(contain, None):
+            such = [name for name in among if name.rpartition(".")[2] == found]
+            return f"; did you mean {(closest_matches(key, such, cutoff=0) or such)[0]}?"
     return ""
 
 
-def problems_of(
-    error: ValidationError, section: type[BaseModel], *, prefix: str = "", missing: str = "write it in the file"
-) -> ConfigProblems:
-    """One problem for each wrong key or value of a `section`, whose own key is `prefix`, which ends with a dot.
-
-    `missing`: what to do about a `{key}`, or an option `{name}`, that is not there.
-    """
-    keys, free = list(known_keys(section)), _free_keys(section)
+def problems_of(error: ValidationError, section: type[BaseModel], *, prefix: str = "") -> ConfigProblems:
+    """One problem for each wrong key or value of a `section`, whose own key is `prefix`, which ends with a dot."""
+    keys = known_keys(section)
+    free = {key for key, field in _fields(section) if get_origin(field.annotation) is dict}  # below them are users' own names
     grouped: dict[tuple[str, str], list[Any]] = {}
     for detail in error.errors(include_url=False):
         grouped.setdefault(_key(detail, keys, free), []).append(detail)  # a union gives an error for each of its branches
-    return ConfigProblems(
-        [(prefix + key, _line(prefix + key, plain, details, keys, missing)) for (key, plain), details in grouped.items()]
-    )
+    return ConfigProblems([(prefix + key, _line(prefix + key, plain, found, keys)) for (key, plain), found in grouped.items()])
 
 
 def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, str]:
@@ -142,44 +125,34 @@ def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, s
     return key, plain
 
 
-def source_of_key(key: str, sources: Mapping[str, str], where: str) -> str:
-    """The source of a dotted key or of the nearest section around it, else of a key below it, else `where`."""
-    around = key
-    while around and around not in sources:
-        around = re.sub(r"(\.[^.\[]*|\[\d+\]|^[^.\[]*)$", "", around)
-    return sources[around] if around else next((source for name, source in sources.items() if name.startswith(f"{key}.")), where)
-
-
-def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], missing: str) -> str:
+def _line(key: str, plain: str, details: list[Any], keys: Sequence[str]) -> str:
     first = details[0]
     kind, last = first["type"], first["loc"][-1:]
     if kind in ("extra_forbidden", "invalid_key"):
         around, own = plain.rpartition(".")[0], key.rpartition(".")[0]
         return f"{key}: no such key{nearest(plain, keys).replace(f' {around}.', f' {own}.')}"
     if kind == "missing" and not isinstance(last[0], int):
-        return f"{key}: missing: " + ("write it in the list" if "[" in key else missing.format(key=key, name=last[0]))
+        return f"{key}: missing: write it"
+    prefix = f"{key}: " if key else ""
     if kind == "value_error":
-        return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
+        return f"{prefix}{first['msg'].removeprefix('Value error, ')}"
     valid = " or ".join(dict.fromkeys(expected(detail) for detail in details if detail["type"] != "missing"))
     if kind == "missing":  # values of a list: the last that is missing says how many there should be
         valid = f"a list of {details[-1]['loc'][-1] + 1}"
     below = next((k for k in keys if k.startswith(f"{plain}.")), "") if isinstance(first["input"], str) else ""
-    return f"{key}: must be {valid}, not {shown(first['input'])}" + (f"; did you mean {below}?" if below else "")
+    return f"{prefix}must be {valid}, not {shown(first['input'])}" + (f"; did you mean {below}?" if below else "")
 
 
 def expected(detail: Any) -> str:
     """The values that would have been valid in place of the one that a pydantic error is about."""
-    form = _VALID_VALUES.get(detail["type"])
+    kind = detail["type"]
+    form = _VALID_VALUES.get(kind) or _VALID_VALUES.get(kind.partition("_")[0])
     if form is None:
-        return str(detail["msg"].removeprefix("Input should be "))
-    limits = {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in detail.get("ctx", {}).items()}
-    return form.format(**limits).replace("'", "")
+        return str(detail["msg"].removeprefix("Input should be ")).replace("'", "")
+    return form.format(**{name: f"{x:g}" if isinstance(x, float) else x for name, x in detail.get("ctx", {}).items()})
 
 
 def shown(value: Any) -> str:
     """A value as it would stand in YAML, cut where it is long."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):  # a date, or something that contains itself
-        text = type(value).__name__
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}…"

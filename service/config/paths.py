@@ -13,14 +13,17 @@ from trainables.errors import ExperimentError
 from trainables.rundir import expand_home
 from trainables.user_code import file_of, option_key
 
+WORDS = (*SOURCES, "none", "ram")
+"""Values of `data.path` and `data.stage` that are no paths."""
+
 
 def absolute(path: str) -> str:
-    """The absolute path of a file or folder that exists; a built-in source, or what does not exist here, as it is."""
+    """The absolute path of a file or folder that exists; a word, or a name that does not exist here, as it is."""
     if path.startswith(FOLDER_SCHEME):
-        return absolute_model(path)
+        return with_absolute_file(path)
     expanded = _with_variables(path)
     full = expand_home(expanded).absolute()
-    return str(full) if path not in SOURCES and full.exists() else expanded
+    return str(full) if path not in WORDS and (full.exists() or path.startswith("~")) else expanded
 
 
 def absolute_or_new(path: str) -> str:
@@ -28,10 +31,10 @@ def absolute_or_new(path: str) -> str:
     return os.path.abspath(expand_home(_with_variables(path)))
 
 
-def absolute_model(name: str) -> str:
-    """A model's name; that of a folder, `local-dir:FOLDER`, or of a file, `FILE.py:CLASS`, with its absolute path."""
-    if file_of(name):
-        return with_absolute_file(name)
+def with_absolute_file(name: str) -> str:
+    """The name of a method or model; `FILE.py:CLASS` and `local-dir:FOLDER` with the absolute path."""
+    if (file := file_of(name)) is not None:
+        return f"{file.absolute()}:{option_key(name)}"
     folder = name.removeprefix(FOLDER_SCHEME)
     return name if folder == name else FOLDER_SCHEME + absolute_or_new(folder)
 
@@ -44,34 +47,18 @@ def _with_variables(path: str) -> str:
     return expanded
 
 
-def with_absolute_file(method: str) -> str:
-    """The name of a method or a model; of one in a file, `FILE.py:CLASS`, with the file's absolute path."""
-    file = file_of(method)
-    return method if file is None else f"{file.absolute()}:{option_key(method)}"
-
-
-def absolute_stage(stage: str) -> str:
-    """`data.stage`: a folder of each node, or a word."""
-    return stage if stage in ("none", "ram") else absolute_or_new(stage)
-
-
-def absolute_store(uri: str) -> str:
-    """`tracking.uri`, a relative SQLite path made absolute."""
-    return checked_uri(uri) if uri.startswith("sqlite") else uri
-
-
 PATHS: dict[str, Callable[[str], str]] = {
     "data.path": absolute,
     "data.more.path": absolute,
-    "data.stage": absolute_stage,
+    "data.stage": absolute,
     "eval.path": absolute,
-    "model": absolute_model,
-    **{f"{model}.model": absolute_model for model in ("student", "teacher", "teachers", "assistants")},
+    "model": with_absolute_file,
+    **{f"{model}.model": with_absolute_file for model in ("student", "teacher", "teachers", "assistants")},
     **{f"{model}.weights": absolute for model in ("student", "teacher", "teachers")},
     **{f"{model}.classes": absolute for model in ("teacher", "teachers")},
     **{f"{model}.cache": absolute_or_new for model in ("teacher", "teachers")},
     "distill.method": with_absolute_file,
-    "tracking.uri": absolute_store,
+    "tracking.uri": checked_uri,
 }
 """The keys whose values are paths or have some, those in lists without an index."""
 
@@ -79,19 +66,14 @@ PATHS: dict[str, Callable[[str], str]] = {
 def absolute_paths(tree: Mapping[str, Any], method: Callable[[str], str] = with_absolute_file) -> dict[str, Any]:
     """The values of an experiment, whole or in part, that have relative paths, with absolute ones: dotted key → value.
 
-    `method`: what becomes of the name of a method, and of a model that is in a file.
+    `method`: what becomes of the name of a method or model that is in a file. Raises ExperimentError: a path that cannot be.
     """
-
-    def change(key: str, text: str) -> str:
-        if key == "distill.method" or (file_of(text) and PATHS[key] is absolute_model):
-            return method(text)
-        return PATHS[key](text)
 
     def changed(key: str, value: Any) -> Any:
         inside = "" if key == "sweep.points" else f"{key}."  # a point has dotted keys of its own
         match value:
             case str() if key in PATHS:
-                return change(key, value)
+                return method(value) if file_of(value) and PATHS[key] is with_absolute_file else PATHS[key](value)
             case list() | tuple():
                 return [changed(key, each) for each in value]
             case {**parts}:

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,6 @@ from trainables.errors import ExperimentError
 
 LARGEST = (2**31, 2**32)
 """Bounds that only keep a number within what files and libraries can hold."""
-ELEMENTS = {"optim.losses": "optim.losses.LOSS"}
-"""Mappings with names of the user's own → the form of a key in them."""
-ALIKE = {"teachers[N]": "teacher", "assistants[N]": "teacher", "optim.losses.LOSS": "optim"}
-"""Sections → those whose keys they have too. The page lists these keys by name alone."""
 PAGE = """# Configuration
 
 Every key of an experiment. A file writes them as sections, `--set` with dots: `--set optim.lr=0.1`.
@@ -45,13 +42,11 @@ class Key:
 
 
 def all_keys() -> list[Key]:
-    schema = Experiment.model_json_schema()
     found = []
-    for key in _keys_of(schema, schema["$defs"], ""):
+    for key in _keys_of(Experiment.model_json_schema(), ""):
         found.append(key)
         if key.name == "distill.options":
-            options = MethodOptions.model_json_schema()
-            found += _keys_of(options, options.get("$defs", {}), "distill.options.METHOD.")
+            found += _keys_of(MethodOptions.model_json_schema(), "distill.options.METHOD.")
     return found
 
 
@@ -66,76 +61,47 @@ def keys_below(prefix: str) -> list[Key]:
 
 def markdown() -> str:
     """The page `docs/configuration.md`: a table for each section of an experiment."""
-    tables: dict[str, list[Key]] = {}
-    meanings = {key.name: key.meaning for key in all_keys()}
+    sections: dict[str, list[Key]] = {}
     for key in all_keys():
-        top = key.name.partition(".")[0].partition("[")[0]
-        tables.setdefault(top, []).append(key)
-    alone = [key for keys in tables.values() if len(keys) == 1 for key in keys]
-    pages = [PAGE, *_table("The experiment", alone)]
-    for name, keys in tables.items():
-        if len(keys) > 1:
-            section, *rest = keys
-            alike = {key: _alike(key, meanings) for key in rest}
-            text = _sentence(section.meaning) + "".join(
-                f" `{here}` also has, as `{ALIKE[here]}`: {', '.join(f'`{_leaf(key)}`' for key in alike if alike[key] == here)}."
-                for here in dict.fromkeys(filter(None, alike.values()))
-            )
-            pages += _table(f"`{name}`", [key for key in rest if not alike[key]], f"{text}\n")
-    return "\n".join(pages)
+        sections.setdefault(re.split(r"\W", key.name)[0], []).append(key)
+    alone = [key for keys in sections.values() if len(keys) == 1 for key in keys]
+    tables = [_table("The experiment", "", alone)]
+    for name, (section, *keys) in sections.items():
+        if keys:
+            tables.append(_table(f"`{name}`", f"{section.meaning[:1].upper()}{section.meaning[1:]}.\n\n", keys))
+    return "\n".join([PAGE, *tables])
 
 
-def _alike(key: Key, meanings: Mapping[str, str]) -> str | None:
-    """The section of `ALIKE` in which a key means what it means in the other one; None: it is no such key."""
-    section, _, leaf = key.name.rpartition(".")
-    other = f"{ALIKE.get(section)}.{leaf}"
-    return section if key.meaning in (meanings.get(other), f"as {other}; absent: the same", f"as {other}") else None
-
-
-def _leaf(key: Key) -> str:
-    return key.name.rpartition(".")[2]
-
-
-def _table(title: str, keys: Sequence[Key], text: str = "") -> list[str]:
+def _table(title: str, text: str, keys: Sequence[Key]) -> str:
     rows = [
-        f"| `{key.name}` | {key.type.removesuffix(' or null')} | {_code(key.default)} | {key.meaning.replace('|', '/')} |"
+        f"| `{key.name}` | {key.type.removesuffix(' or null')} | "
+        f"{key.default if key.default in ('', 'required') else f'`{key.default}`'} | {key.meaning.replace('|', '/')} |\n"
         for key in keys
     ]
-    return [f"## {title}", "", *([text] if text else []), "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+    return f"## {title}\n\n{text}| key | type | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
 
 
-def _code(default: str) -> str:
-    return f"`{default}`" if default not in ("", "required") else default
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
-
-
-def _keys_of(schema: Mapping[str, Any], sections: Mapping[str, Any], prefix: str) -> Iterator[Key]:
+def _keys_of(schema: Mapping[str, Any], prefix: str, sections: Mapping[str, Any] | None = None) -> Iterator[Key]:
     """The keys of a section's JSON schema, and of the `sections` that it refers to."""
-    required = schema.get("required", ())
+    sections = sections if sections is not None else schema.get("$defs", {})
     for name, form in schema["properties"].items():
         key = f"{prefix}{name}"
         inner, suffix = _section_of(form)
-        default = "required" if name in required else _default(form.get("default"), inner is not None)
+        default = "required" if name in schema.get("required", ()) else _default(form.get("default"), inner is not None)
         meaning = form.get("description") or (sections[inner].get("description", "") if inner else "")
         yield Key(key, _type(form), default, " ".join(meaning.split()).rstrip("."))
         if inner is not None:
-            yield from _keys_of(sections[inner], sections, f"{ELEMENTS.get(key, key)}{suffix}.")
+            yield from _keys_of(sections[inner], f"{key}{suffix}.", sections)
 
 
 def _section_of(form: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The section that a value of this form is or has in it, and what follows its key: an index for a list of sections."""
+    """The section that a value of this form is or has in it, and what follows its key: an index, or a name of the user's own."""
     if "$ref" in form:
         return form["$ref"].rpartition("/")[2], ""
-    for part in form.get("anyOf", ()):
-        if (inner := _section_of(part))[0] is not None:
-            return inner
-    for name, suffix in (("items", "[N]"), ("additionalProperties", "")):
+    for name, suffix in (("items", "[N]"), ("additionalProperties", ".LOSS")):  # losses alone have sections by name
         if isinstance(form.get(name), dict) and "$ref" in form[name]:
             return _section_of(form[name])[0], suffix
-    return None, ""
+    return next((found for part in form.get("anyOf", ()) if (found := _section_of(part))[0] is not None), (None, ""))
 
 
 def _default(value: Any, section: bool) -> str:
@@ -152,15 +118,12 @@ def _type(form: Mapping[str, Any]) -> str:
         values = form.get("enum", [form.get("const")])
         return " or ".join(filter(None, [", ".join(values[:-1]), values[-1]]))
     kind = form.get("type", "section" if "$ref" in form else "any value")
-    if kind in ("integer", "number"):
-        return f"{kind}{_bounds(form)}"
+    if "prefixItems" in form:  # "3 numbers ≥ 0"
+        kind, space, bounds = _type(form["prefixItems"][0]).partition(" ")
+        return f"list of {len(form['prefixItems'])} {kind}s{space}{bounds}"
     if kind == "array":
-        elements = form.get("prefixItems")
-        if elements:  # "3 numbers ≥ 0"
-            kind, space, bounds = _type(elements[0]).partition(" ")
-            return f"list of {len(elements)} {kind}s{space}{bounds}"
         return f"list of {_type(form.get('items', {}))}"
-    return str({"boolean": "true or false", "string": "text", "object": "mapping"}.get(kind, kind))
+    return str({"boolean": "true or false", "string": "text", "object": "mapping"}.get(kind, kind)) + _bounds(form)
 
 
 def _bounds(form: Mapping[str, Any]) -> str:

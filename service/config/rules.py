@@ -5,14 +5,14 @@ Importing this costs no torch. A method is loaded, and torch with it, only where
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from service.config.batch_size import with_number
-from service.config.messages import SETTABLE, ConfigProblems, problems_of
+from service.config.messages import problems_of
 from service.config.schema import Experiment
-from service.config.sweep import OF_LABELS, SweepConfig
+from service.config.sweep import TIME, SweepConfig
 from trainables.config import DistillConfig
 from trainables.config.models import ModelConfig
 from trainables.errors import ExperimentError
@@ -21,7 +21,6 @@ from trainables.rules import (
     BATCH_RULES,
     METHOD_RULES,
     RULES,
-    MethodNeeds,
     Rule,
     first_problem,
     first_problem_of_methods,
@@ -55,12 +54,12 @@ def _next_evaluated(experiment: Experiment) -> int | None:
 
 _RULES: tuple[Rule, ...] = (
     (
-        lambda s: s.distill.teacher_dropping and (len(s.all_teachers) < 2 or s.assistants),
-        "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave it out",
+        lambda s: s.sweep.steps and s.sweep.metric == TIME and s.sweep.policy != "guided",
+        "sweep.steps: sweep.metric time_to_accuracy trains to the target: leave it out, or set sweep.policy to guided",
     ),
     (
-        lambda s: not s.data.labels and s.eval.path is None and s.sweep.metric in OF_LABELS,
-        "sweep.metric {s.sweep.metric} needs images with labels, and data.labels is false: write eval.path, or compare by cka",
+        lambda s: s.distill.teacher_dropping and (len(s.all_teachers) < 2 or s.assistants),
+        "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave it out",
     ),
     (_stage_without_epoch, "{found}: write less"),
     (
@@ -76,16 +75,16 @@ _RULES: tuple[Rule, ...] = (
 
 
 def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
-    """Refuse what does not go together, methods that do not exist, and options that they do not have. Raises ConfigProblems."""
+    """Raise ExperimentError for what does not go together, methods that do not exist, and options that they do not have."""
     problem = first_problem(experiment, BATCH_RULES)
     experiment = with_number(experiment)
     if problem := problem or first_problem(experiment, (*RULES, *_RULES)):
-        raise ConfigProblems([("", problem)])
+        raise ExperimentError(problem)
     paths = [path for name in method_names(experiment) if (path := file_of(name)) is not None]
     if paths and (files == "ignore" or (files == "run if present" and not all(path.is_file() for path in paths))):
         return
 
-    def methods() -> Sequence[MethodNeeds]:
+    def methods() -> Sequence[Any]:
         distill = experiment.distillation
         is_plain = distill is not None and distill.method == ("kd",) and not distill.options.get("kd")
         is_plain = is_plain and not experiment.distill.teacher_dropping
@@ -95,15 +94,12 @@ def check_rules(experiment: Experiment, files: MethodFiles = "run") -> None:
 
         return select_methods(distill)
 
-    try:
-        _check_options_of_all(experiment)
-        problem = first_problem_of_methods(methods, experiment, 0, METHOD_RULES)
-        if not {"distill.method", "distill.task_weight"} & experiment.sweep.axes.keys():  # each point is checked
-            problem = problem or labels_are_used(experiment, methods())
-        if problem:
-            raise ConfigProblems([("", problem)])
-    except ExperimentError as error:
-        raise ConfigProblems([(error.key, str(error))]) from error
+    _check_options_of_all(experiment)
+    problem = first_problem_of_methods(methods, experiment, 0, METHOD_RULES)
+    if not {"distill.method", "distill.task_weight"} & experiment.sweep.axes.keys():  # each point is checked
+        problem = problem or labels_are_used(experiment, methods())
+    if problem:
+        raise ExperimentError(problem)
 
 
 def needs_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
@@ -134,43 +130,35 @@ def model_names(experiment: Experiment) -> dict[str, str]:
     sections |= {f"assistants[{n}].model": assistant for n, assistant in enumerate(experiment.assistants)}
     found = {key: section.model for key, section in sections.items() if section is not None}
     searched = experiment.sweep.axes.get("student.model")
-    key = f"sweep.{'points' if experiment.sweep.points else 'space'}.student.model"
     values = searched if isinstance(searched, list) else []
+    key = f"{experiment.sweep.searched}.student.model"
     return found | {f"{key}[{n}]": name for n, name in enumerate(values) if isinstance(name, str)}
 
 
 def _check_options_of_all(experiment: Experiment) -> None:
-    distill, searched = experiment.distill, _searched_methods(experiment.sweep)
-    for name in distill.method:
-        check_name(name)
-    for key, options in distill.options.items():
-        named = [name for name in (*distill.method, *searched) if option_key(name) == key]
-        for name in dict.fromkeys(named or [key]):
-            if name not in distill.method:
-                check_name(name, searched.get(name, f"distill.options.{key}"))
-            check_options(name, options)
-    for name in distill.method:  # one of ours works without options, and is not loaded to find that out
-        if name not in METHODS and option_key(name) not in distill.options:
-            check_options(name, {})
+    distill, chosen = experiment.distill, dict.fromkeys(experiment.distill.method, "distill.method")
+    named = _searched_methods(experiment.sweep) | chosen
+    keys = {option_key(name) for name in named}
+    unused = {key: f"distill.options.{key}" for key in distill.options if key not in keys}
+    for name, where in (named | unused).items():
+        options = distill.options.get(option_key(name))
+        if name in chosen or options is not None:
+            check_name(name, where)
+        if options is not None or (name in chosen and name not in METHODS):  # one of ours works without, and is not loaded
+            check_options(name, options or {})
 
 
-def check_options(name: str, options: Mapping[str, object], missing: str = SETTABLE) -> None:
-    """Refuse options that the method does not have or that it lacks, or invalid values. `missing`: see `problems_of`.
-
-    Raises:
-        ConfigProblems: one line for each.
-        ExperimentError: the method cannot be loaded.
-    """
+def check_options(name: str, options: Mapping[str, object]) -> None:
+    """Refuse options that a method does not have or lacks, or invalid values. Raises ExperimentError: one line for each."""
     section = load_method(name).Options
     try:
         section.model_validate(options)
     except ValidationError as error:
-        raise problems_of(error, section, prefix=f"distill.options.{option_key(name)}.", missing=missing) from error
+        raise problems_of(error, section, prefix=f"distill.options.{option_key(name)}.") from error
 
 
 def _searched_methods(sweep: SweepConfig) -> dict[str, str]:
     """The methods that a sweep may choose → the key that names them. A malformed space is refused elsewhere."""
-    values = sweep.axes.get("distill.method")
-    key = f"sweep.{'points' if sweep.points else 'space'}.distill.method"
+    values, key = sweep.axes.get("distill.method"), f"{sweep.searched}.distill.method"
     several = [value if isinstance(value, list) else [value] for value in (values if isinstance(values, list) else [])]
     return {name: key for names in several for name in names if isinstance(name, str) and name != "none"}

@@ -31,6 +31,10 @@ MAX_NAME = 150
 """Characters of an experiment's name: its run directories, MLflow runs and Ray jobs are called after it."""
 
 
+STUDENTS = {"task_loss", "label_smoothing", "bce_threshold", "until_top1_pct", "until_s", "gradient_checkpointing", "progressive"}
+"""Keys of `train` that are the student's alone: the stages before it have the defaults."""
+
+
 class WrittenDataConfig(DataConfig):
     """Which images to use, and how they reach a worker."""
 
@@ -91,15 +95,10 @@ class Experiment(Section):
         return self.teachers or ((self.teacher,) if self.teacher is not None else ())
 
     @property
-    def distills(self) -> bool:
-        """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
-        method = self.distill.method
-        return bool(method) and (bool(self.all_teachers) or method != ("kd",))
-
-    @property
     def distillation(self) -> DistillConfig | None:
-        """How the student learns from more than labels, if it does."""
-        return self.distill if self.distills else None
+        """How the student learns from more than labels, if it does: from a teacher, or by a method that does without one."""
+        method = self.distill.method
+        return self.distill if method and (self.all_teachers or method != ("kd",)) else None
 
     @property
     def model(self) -> str:
@@ -136,7 +135,7 @@ class Experiment(Section):
     def written_cache(self, kind: Literal["train", "sweep"]) -> Path | None:
         """The `teacher.cache` into which a run or a sweep writes, if there is one. A timing run writes none."""
         cache = self.all_teachers[0].cache if self.all_teachers else None
-        if cache is None or not self.distills:
+        if cache is None or self.distillation is None:
             return None
         timed = self.train.max_steps is not None
         if kind == "sweep":
@@ -154,41 +153,33 @@ class Experiment(Section):
 
         `weights` are those of the stage before it. All stages but the teacher's distil alike.
         """
-        before = self.preparation
-        data, model, optim, train, scale = self.data, self.student.model, self.optim, self.train, self.scale
-        start: StudentConfig | TeacherConfig | None = self.student
-        if name in before:
+        own: StudentConfig | TeacherConfig | AssistantConfig = self.preparation.get(name, self.student)
+        data, optim, train, scale = self.data, self.optim, self.train, self.scale
+        if not isinstance(own, StudentConfig):
             scale = scale.model_copy(update={"cut": None})
-            own, start = before[name], None
-            model = own.model
             optim = optim.model_copy(update={"epochs": own.epochs or optim.epochs})
-            if isinstance(own, TeacherConfig):
-                if data.mixes_unlabeled or own.head is not None:  # it learns labels alone, or classes of one set
-                    data = data.model_copy(update={"more": ()})
-                start = own if own.weights is not None else None
-                rates: dict[str, Any] = {"lr_head": own.lr_head, "layer_decay": own.layer_decay}
-                if own.lr is not None:
-                    losses = {key: loss.model_copy(update={"lr": None}) for key, loss in optim.losses.items()}
-                    rates |= {"lr": own.lr, "losses": losses}
-                optim = optim.model_copy(update=rates)
             measures_noise = train.noise_scale or self.sweep.metric == TIME
-            own_loss = {"task_loss": "cross_entropy", "label_smoothing": 0.0, "bce_threshold": None}
-            others = {"until_top1_pct": None, "until_s": None, "gradient_checkpointing": False, "progressive": ()}
-            train = train.model_copy(update={**own_loss, **others, "noise_scale": measures_noise})
-        teachers, distill = dict[str, Any](), None
-        if name != "teacher":
-            teachers = self._teachers_of(name, weights)
-            distill = self.distillation
+            train = train.model_copy(update={**TrainingConfig().model_dump(include=STUDENTS), "noise_scale": measures_noise})
+        if isinstance(own, TeacherConfig):
+            if data.mixes_unlabeled or own.head is not None:  # it learns labels alone, or classes of one set
+                data = data.model_copy(update={"more": ()})
+            rates: dict[str, Any] = {"lr_head": own.lr_head, "layer_decay": own.layer_decay}
+            if own.lr is not None:
+                losses = {key: loss.model_copy(update={"lr": None}) for key, loss in optim.losses.items()}
+                rates |= {"lr": own.lr, "losses": losses}
+            optim = optim.model_copy(update=rates)
+        distill = self.distillation if name != "teacher" else None
+        start = None if isinstance(own, AssistantConfig) or own.weights is None else own
         return TrainConfig(
             stage=name,
             output_dir=str(output_dir),
             data=data,
-            model=model,
-            weights=start.weights if start is not None else None,
-            weights_key=start.weights_key if start is not None else None,
-            freeze=name not in before and self.student.freeze,
+            model=own.model,
+            weights=start and start.weights,
+            weights_key=start and start.weights_key,
+            freeze=isinstance(own, StudentConfig) and own.freeze,
             finetuned=start if isinstance(start, TeacherConfig) else None,
-            **teachers,
+            **(self._teachers_of(name, weights) if name != "teacher" else {}),
             distill=distill,
             optim=own_optimizers(optim, distill),
             scale=scale,

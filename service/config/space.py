@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from trainables.errors import ExperimentError
+
 SCALE_AXES = NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 """The axes of every sweep, whether it searches them or not."""
 
@@ -30,8 +32,13 @@ ENUMERATED = ("grid", "guided")
 MAX_POINTS = 10_000
 
 
-class SpaceError(ValueError):
-    """A space that cannot be searched as written; one line."""
+class SpaceError(ExperimentError):
+    """A space that cannot be searched as written."""
+
+    key = "sweep.space"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{self.key}: {problem}")
 
 
 def choices(key: str, spec: Any) -> list[Any] | None:
@@ -39,32 +46,31 @@ def choices(key: str, spec: Any) -> list[Any] | None:
     if isinstance(spec, list):
         if not spec:
             raise SpaceError(f"{key}: the list is empty")
-        repeated = [value for i, value in enumerate(spec) if value in spec[:i]]
-        if repeated:
+        if repeated := [value for i, value in enumerate(spec) if value in spec[:i]]:
             raise SpaceError(f"{key}: the list has {repeated[0]} twice, which would be the same trial: write it once")
         return spec
-    if isinstance(spec, Mapping) and len(spec) == 1:
-        ((kind, limits),) = spec.items()
-        numbers = isinstance(limits, list) and all(
-            isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in limits
-        )
-        if kind == "range" and numbers and 2 <= len(limits) <= 3:
-            first, last, step = (*limits, 1)[:3] if len(limits) == 2 else limits
-            if step <= 0 or last < first:
-                raise SpaceError(f"{key}: range [first, last, step] needs first ≤ last and step > 0")
-            steps = (last - first) / step + 1e-9
-            if steps >= MAX_POINTS:
-                raise SpaceError(f"{key}: the range has {steps + 1:.0f} values, more than {MAX_POINTS}: give it a larger step")
-            # In decimals, as they are written: the third of 0.1, 0.2, … is 0.3 and not 0.30000000000000004.
-            number = int if isinstance(first, int) and isinstance(step, int) else float
-            return [number(Decimal(str(first)) + i * Decimal(str(step))) for i in range(int(steps) + 1)]
-        if kind in DISTRIBUTIONS and numbers and len(limits) == 2:
-            if limits[0] > limits[1] or (kind == "loguniform" and limits[0] <= 0):
-                raise SpaceError(f"{key}: {kind} [low, high] needs low ≤ high" + (" and low > 0" if kind == "loguniform" else ""))
-            return None
-    raise SpaceError(
-        f"{key}: write a list, {{range: [first, last, step]}}, or one of {', '.join(DISTRIBUTIONS)} with [low, high]"
-    )
+    kind, limits = next(iter(spec.items())) if isinstance(spec, Mapping) and len(spec) == 1 else ("", None)
+    if not isinstance(limits, list) or not all(type(x) in (int, float) and math.isfinite(x) for x in limits):
+        limits = []
+    if kind == "range" and len(limits) in (2, 3):
+        return _range(key, *limits)
+    if kind not in DISTRIBUTIONS or len(limits) != 2:
+        kinds = ", ".join(DISTRIBUTIONS)
+        raise SpaceError(f"{key}: write a list, {{range: [first, last, step]}}, or one of {kinds} with [low, high]")
+    if limits[0] > limits[1] or (kind == "loguniform" and limits[0] <= 0):
+        raise SpaceError(f"{key}: {kind} [low, high] needs low ≤ high" + (" and low > 0" if kind == "loguniform" else ""))
+    return None
+
+
+def _range(key: str, first: float, last: float, step: float = 1) -> list[Any]:
+    if step <= 0 or last < first:
+        raise SpaceError(f"{key}: range [first, last, step] needs first ≤ last and step > 0")
+    steps = (last - first) / step + 1e-9
+    if steps >= MAX_POINTS:
+        raise SpaceError(f"{key}: the range has {steps + 1:.0f} values, more than {MAX_POINTS}: give it a larger step")
+    # In decimals, as they are written: the third of 0.1, 0.2, … is 0.3 and not 0.30000000000000004.
+    number = int if isinstance(first, int) and isinstance(step, int) else float
+    return [number(Decimal(str(first)) + i * Decimal(str(step))) for i in range(int(steps) + 1)]
 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
@@ -103,8 +109,7 @@ def points(space: Mapping[str, Any], policy: str, num_samples: int, seed: int) -
 
 
 def _draw(rng: np.random.Generator, key: str, spec: Any) -> Any:
-    values = choices(key, spec)
-    if values is not None:
+    if (values := choices(key, spec)) is not None:
         return values[int(rng.integers(len(values)))]
     ((kind, (low, high)),) = spec.items()
     return DISTRIBUTIONS[kind](rng, low, high)

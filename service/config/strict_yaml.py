@@ -14,30 +14,35 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000
 """Values of a document, those that its aliases repeat counted each time: nine lines can mean billions."""
 
-# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, on, off, yes and no for booleans, 010 for eight, 1:30.5 for 90.5;
-# YAML 1.2 and every user take them for numbers, text (which a section's boolean still takes for what it means), ten and text.
-_FLOAT = re.compile(
-    r"^(?:[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))"
-    r"|\.(?:nan|NaN|NAN))$"
-)
-_INTEGER = re.compile(r"^[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+)$")
-_BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_NONE = re.compile(r"^None$")  # Python's; `teacher.cache: None` would else be a folder of that name
 _TAG = "tag:yaml.org,2002:"
+_FORMS = {
+    "null": r"~|null|Null|NULL|None|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+)",
+    "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "merge": r"<<",
+}
+"""The forms of what is not text, as in YAML 1.2, and Python's None.
 
-
-class _DuplicateKeyError(yaml.MarkedYAMLError):
-    """A key that is in one mapping twice: PyYAML would silently take the last."""
+YAML 1.1, which PyYAML reads, takes 1e-4 for text, on, off, yes and no for booleans, 010 for eight, 1:30.5 for 90.5.
+"""
 
 
 class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "tag", None) is not None:
+            raise ExperimentError(f"{_place(event.start_mark)}: `!` begins a YAML tag: leave it out, or quote the text")
+        return super().compose_node(parent, index)
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         names: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in names:
-                    raise _DuplicateKeyError(problem=f"{key.value} is written twice: keep one", problem_mark=key.start_mark)
+                if key.value in names:  # PyYAML would silently take the last
+                    raise ExperimentError(f"{_place(key.start_mark)}: {key.value} is written twice: keep one")
                 names.add(key.value)
                 if key.tag != f"{_TAG}merge":
                     key.tag = f"{_TAG}str"
@@ -56,14 +61,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _side in (_Loader, _Dumper):  # both, so that a text such as "1e5" or "true" is written in quotes
-    _side.yaml_implicit_resolvers = {
-        first: [(tag, form) for tag, form in resolvers if tag not in (f"{_TAG}bool", f"{_TAG}int", f"{_TAG}float")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    _side.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
-    _side.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
-    _side.add_implicit_resolver(f"{_TAG}bool", _BOOLEAN, list("tTfF"))
-    _side.add_implicit_resolver(f"{_TAG}null", _NONE, ["N"])
+    _side.yaml_implicit_resolvers = {}
+    for _name, _form in _FORMS.items():
+        _side.add_implicit_resolver(f"{_TAG}{_name}", re.compile(f"^(?:{_form})$"), None)
 
 
 def parse(text: str, where: str) -> Any:
@@ -74,13 +74,13 @@ def parse(text: str, where: str) -> Any:
 def parse_marked(text: str, where: str) -> tuple[Any, dict[str, str]]:
     """The value of a YAML document, and where its keys and elements are: `optim.lr`, `teachers[0].model` → `where:LINE:COLUMN`.
 
-    Raises ExperimentError: not YAML, a key twice, a value that does not exist (a 30th of February), a document without an end, or
-    one whose aliases make it too large.
+    Raises ExperimentError: not YAML, a key twice, a tag, a document without an end, or one whose aliases make it too large.
     """
     try:
         loader = _Loader(text)
+        loader.name = where
         node = loader.get_single_node()
-        marks = dict(islice(_marks(node, where), MAX_VALUES)) if node is not None else {}
+        marks = dict(islice(_marks(node), MAX_VALUES)) if node is not None else {}
         if len(marks) == MAX_VALUES:
             raise ExperimentError(f"{where}: its aliases (`*name`) repeat {MAX_VALUES:,} values: write out what is meant")
         return None if node is None else loader.construct_document(node), marks
@@ -88,16 +88,17 @@ def parse_marked(text: str, where: str) -> tuple[Any, dict[str, str]]:
         raise ExperimentError(f"{where}: nested more than {MAX_DEPTH} deep: an experiment needs three levels") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        position = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        raise ExperimentError(f"{position}: {'' if isinstance(error, _DuplicateKeyError) else 'not YAML: '}{problem}") from error
-    except ValueError as error:  # PyYAML hands on what `int` and `date` say
+        raise ExperimentError(f"{_place(mark) if mark else where}: not YAML: {problem}") from error
+    except ValueError as error:  # of `int`: thousands of digits
         raise ExperimentError(f"{where}: a value cannot be read: {str(error).partition(';')[0]}") from error
-    except (LookupError, AttributeError, OverflowError) as error:  # nor does PyYAML look whether a value has its tag's form
-        raise ExperimentError(f"{where}: a value is not of the kind that its tag (`!!int`, `!!bool`, …) names") from error
 
 
-def _marks(node: yaml.Node, where: str, name: str = "", depth: int = 1) -> Iterator[tuple[str, str]]:
+def _place(mark: Any) -> str:
+    return f"{mark.name}:{mark.line + 1}:{mark.column + 1}"
+
+
+def _marks(node: yaml.Node, name: str = "", depth: int = 1) -> Iterator[tuple[str, str]]:
     """Where each key and element is. Raises RecursionError: nested too deeply, as one that contains itself (`a: &a [*a]`) is."""
     if depth > MAX_DEPTH:
         raise RecursionError
@@ -107,8 +108,8 @@ def _marks(node: yaml.Node, where: str, name: str = "", depth: int = 1) -> Itera
     elif isinstance(node, yaml.SequenceNode):
         parts = [(f"{name}[{number}]", value, value) for number, value in enumerate(node.value)]
     for below, at, value in parts:
-        yield below, f"{where}:{at.start_mark.line + 1}:{at.start_mark.column + 1}"
-        yield from _marks(value, where, below, depth + 1)
+        yield below, _place(at.start_mark)
+        yield from _marks(value, below, depth + 1)
 
 
 def dump(value: Any) -> str:

@@ -1,25 +1,20 @@
 """The sweep section of an experiment: the space, how it is searched, and by which metric."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from trainables.config import Count, Positive, Section
 from trainables.errors import did_you_mean
 
 SPEEDS = ("images_per_s", "step_s", "epoch_s", "gpu_s_per_epoch", "data_pct", "peak_memory_mib")
 FRONT = "pareto"
+"""The Pareto front of speed and cost, of the policy guided."""
 TIME = "time_to_accuracy"
 TIME_S = f"{TIME}_s"
 """The name of that metric in the record of a training that has reached its target."""
-GUIDED = ("images_per_s", "epoch_s", "gpu_s_per_epoch", FRONT, TIME)
-"""Metrics of the policy guided: those that its models predict, and the Pareto front of speed and cost."""
-OF_FEATURES = ("cka", "cosine", "linear_top1_pct")
-"""Metrics of a student that learns no labels."""
-OF_LABELS = ("top1_pct", "best_top1_pct", "top5_pct", "linear_top1_pct", TIME)
-"""Metrics for which there have to be images with labels."""
-ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", *OF_FEATURES, "val_loss")
+ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", "cka", "cosine", "linear_top1_pct", "val_loss")
 """Metrics of trials that train whole epochs."""
 MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data_pct", "peak_memory_mib", TIME})
 
@@ -79,6 +74,11 @@ class SweepConfig(Section):
         return dict(found)
 
     @property
+    def searched(self) -> str:
+        """The key that names the searched ones."""
+        return "sweep.points" if self.points else "sweep.space"
+
+    @property
     def timing_steps(self) -> int | None:
         """The largest number of steps that a trial of a timing sweep measures. Without one, trials train to their epochs."""
         return self.steps or (60 if self.policy == "guided" else None)
@@ -98,21 +98,11 @@ class SweepConfig(Section):
         """Whether `metric` is minimised or maximised."""
         return "min" if self.metric in MINIMIZED or self.metric.endswith(("_ms", "_mib", "_w", "_c")) else "max"
 
-    @model_validator(mode="after")
-    def _metric_exists(self) -> Self:
-        known = (*SPEEDS, *ACCURACIES, TIME, *([FRONT] if self.policy == "guided" else []))
-        if self.metric not in known and not re.match(r"(phase|rank\d+|node\d+)/.", self.metric):
-            instead = did_you_mean(self.metric, known, f"write one of {', '.join(known)}")
-            raise ValueError(f"metric: trials have no {self.metric!r}; {instead}")
-        if self.policy == "guided" and self.metric not in GUIDED:
-            raise ValueError(
-                f"policy guided looks for speed or cost, not {self.metric}: set metric to one of {', '.join(GUIDED)}"
-            )
-        if self.metric == TIME and self.policy != "guided" and self.steps is not None:
-            raise ValueError(f"metric {TIME} lets trials train to the target: leave out steps, or set policy to guided")
-        if self.steps is not None and (self.metric in ACCURACIES or self.policy == "asha"):
-            what = f"metric {self.metric}" if self.metric in ACCURACIES else "policy asha"
-            raise ValueError(f"{what} compares accuracies between epochs: leave out steps (--set sweep.steps=null)")
-        if self.policy == "asha" and (self.metric not in ACCURACIES or self.metric.startswith(("best", "linear"))):
-            raise ValueError(f"policy asha stops trials by their accuracy, not by {self.metric}: set metric to top1_pct")
-        return self
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        known = (*SPEEDS, *ACCURACIES, TIME, FRONT)
+        if metric not in known and not re.match(r"(phase|rank\d+|node\d+)/.", metric):
+            instead = did_you_mean(metric, known, f"write one of {', '.join(known)}")
+            raise ValueError(f"trials have no {metric!r}; {instead}")
+        return metric

@@ -9,7 +9,7 @@ from service.reproduce.sweeps import PlannedSweep, Request
 from service.reproduce.table import Table
 from service.reproduce.verdict import Verdict, compare_accuracy
 from service.runs.preflight import check_checkpoints, check_data_of_run
-from service.runs.result import RunResult
+from service.runs.result import RunResult, TrialRow
 from service.runs.run_directory import begin_run, check_same, has_begun, reopen
 from service.runs.run_log import read_log
 from service.sweeps.preflight import check_sweep
@@ -72,8 +72,8 @@ def prepare(job: Reproduction) -> DataIdentity | None:
     data = None
     for planned in job.sweeps:
         resolved, data = check_sweep(planned.resolved)
-        if has_begun((run_dir := job.run_dir(planned)).root):
-            result = read_log(run_dir).result
+        run_dir = job.run_dir(planned)
+        if (result := job.result(planned)) is not None:
             check_checkpoints(run_dir, result)
             check_data_of_run(str(run_dir.root), resolved.experiment, result, data, accept_new=False)
     return data
@@ -84,8 +84,7 @@ def size_differences(job: Reproduction) -> list[str]:
     data = job.sweeps[0].resolved.experiment.data
     train, val = (open_source(data, split) for split in ("train", "val"))
     sizes = {"train_images": len(train), "val_images": len(val), "num_classes": len(train.classes)}
-    published = job.table.data.model_dump()
-    return [f"{key} {sizes[key]} for {number}" for key, number in published.items() if sizes[key] != number]
+    return [f"{key} {sizes[key]} for {number}" for key, number in job.table.data.model_dump().items() if sizes[key] != number]
 
 
 def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str], None]) -> list[str]:
@@ -100,7 +99,6 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
         run_dir = job.run_dir(planned)
         if not has_begun(run_dir.root):
             create_private(job.root)
-            run_dir.root.mkdir(parents=True, exist_ok=True)
             begin_run(planned.resolved, "sweep", run_dir, job.root)
         _, _, result = reopen(run_dir.root, to_continue=True)
         if result.status == "complete":
@@ -115,24 +113,21 @@ def run_sweeps(job: Reproduction, data: DataIdentity | None, log: Callable[[str]
 
 def cells(job: Reproduction) -> list[Cell]:
     """Every requested published number with what there is of it so far."""
-    results = {planned.name: job.result(planned) for planned in job.sweeps}
-    return [_cell(job, pair, column, results) for pair, column in job.request.cells(job.table)]
+    rows = {planned.name: result.rows if (result := job.result(planned)) else [] for planned in job.sweeps}
+    return [_cell(job, pair, column, rows) for pair, column in job.request.cells(job.table)]
 
 
-def _cell(job: Reproduction, pair: str, column: str, results: Mapping[str, RunResult | None]) -> Cell:
-    """`results`: of each sweep what there is."""
-    table, (student, teacher) = job.table, (job.table.pairs[pair].student, job.table.pairs[pair].teacher)
+def _cell(job: Reproduction, pair: str, column: str, rows: Mapping[str, Sequence[TrialRow]]) -> Cell:
+    """`rows`: of each sweep the trials so far."""
+    table, student, teacher = job.table, job.table.pairs[pair].student, job.table.pairs[pair].teacher
     planned = next(p for p in job.sweeps if (student, column) in p.rows and p.teacher in (None, teacher))
-    result, ids = results[planned.name], planned.rows[student, column]
-    trials = [row for row in result.rows if row.id in ids] if result else []
-    finished = [trial.metrics for trial in trials if trial.status == "ok"]
+    trials = [row for row in rows[planned.name] if int(row.id) in planned.rows[student, column]]
+    metric = "top1_pct" if table.source_of(column).epoch == "last" else "best_top1_pct"
     published = table.published(pair, column)
     assert published is not None
     verdict = compare_accuracy(
         published,
-        last=[metrics["top1_pct"] for metrics in finished],
-        best=[metrics["best_top1_pct"] for metrics in finished],
-        epoch=table.source_of(column).epoch,
+        [trial.metrics[metric] for trial in trials if trial.status == "ok"],
         num_published=table.num_runs(pair, column),
         min_tolerance=table.tolerance_pct,
         num_seeds=len(job.request.seeds),
@@ -159,19 +154,18 @@ def teachers_of(job: Reproduction) -> dict[str, TeacherAccuracy | None]:
 
 def write_table_result(job: Reproduction, name: str) -> Path:
     """`reproduce.json`: every cell and teacher, with what was changed."""
-    path = job.out / "reproduce.json"
-    teachers = {
-        key: {"published_pct": job.table.teachers.models[key].top1_pct, **(asdict(accuracy) if accuracy else {})}
-        for key, accuracy in teachers_of(job).items()
-    }
+    path, table, found = job.out / "reproduce.json", job.table, teachers_of(job)
     result = {
         "table": name,
-        "title": job.table.title,
+        "title": table.title,
         "seeds": list(job.request.seeds),
         "changed": list(job.changed),
-        "tolerance_pct": job.table.tolerance_pct,
-        "sources": {key: source.model_dump() for key, source in job.table.sources.items()},
-        "teachers": teachers,
+        "tolerance_pct": table.tolerance_pct,
+        "sources": {key: source.model_dump() for key, source in table.sources.items()},
+        "teachers": {
+            key: {"published_pct": table.teachers.models[key].top1_pct, **(asdict(ours) if ours else {})}
+            for key, ours in found.items()
+        },
         "cells": [asdict(cell) for cell in cells(job)],
     }
     write_json(path, result)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.config.dotted import flatten, merge, put
+from service.config.dotted import flatten, put
 from service.config.experiment import Resolved, load, parse_override, validate
 from service.config.files import recipes
 from service.reproduce.table import ALONE, Table
@@ -52,12 +54,9 @@ class Request:
 
         Raises ExperimentError: a name that the table does not have, or a seed that is no number.
         """
-        try:
-            numbers = tuple(dict.fromkeys(int(part) for part in seeds.split(",")))
-        except ValueError:
-            raise ExperimentError(f"--seeds {seeds}: write numbers with commas between them, such as 0,1,2") from None
-        if min(numbers) < 0:
-            raise ExperimentError(f"--seeds {seeds}: seeds are 0 and above")
+        if not re.fullmatch(r"\d+(,\d+)*", seeds):
+            raise ExperimentError(f"--seeds {seeds}: write numbers from 0 with commas between them, such as 0,1,2")
+        numbers = tuple(dict.fromkeys(map(int, seeds.split(","))))
         selected = _selected("--pairs", pairs, tuple(table.pairs))
         columns = _selected("--methods", methods, (ALONE, *table.columns))
         request = cls(selected, columns, numbers)
@@ -89,8 +88,8 @@ class PlannedSweep:
     teacher: str | None
     """Students without one learn from labels alone."""
     resolved: Resolved
-    rows: Mapping[tuple[str, str], tuple[str, ...]]
-    """(student, column) → the ids of its trials, in the order of the seeds."""
+    rows: Mapping[tuple[str, str], range]
+    """(student, column) → the numbers of its trials, in the order of the seeds."""
 
     @property
     def trained_teacher(self) -> bool:
@@ -141,27 +140,26 @@ def compose(
     base = load(table.recipe, settings)
     tree, sweeps = base.experiment.model_dump(mode="json"), []
     for teacher in (None, *dict.fromkeys(table.pairs[name].teacher for name in request.pairs)):
-        name = "students" if teacher is None else f"teacher-{teacher.replace('/', '-')}"
-        points, rows = list[dict[str, Any]](), dict[tuple[str, str], range]()
+        pairs: dict[tuple[str, str], str] = {}
         for pair, column in request.cells(table):
-            key = (student, column) = (table.pairs[pair].student, column)
-            if (teacher is None) is not (column == ALONE) or teacher not in (None, table.pairs[pair].teacher) or key in rows:
-                continue
-            if not points:
-                common = _common(tree, table, teacher, teachers, name)
+            if teacher == (None if column == ALONE else table.pairs[pair].teacher):
+                pairs.setdefault((table.pairs[pair].student, column), pair)
+        if not pairs:
+            continue
+        name = "students" if teacher is None else f"teacher-{teacher.replace('/', '-')}"
+        common = _common(tree, table, teacher, teachers, name)
+        points, rows = list[dict[str, Any]](), dict[tuple[str, str], range]()
+        for (student, column), pair in pairs.items():
             values = {"student.model": student, **_of_recipe(table, student), **table.settings(pair, column)}
             point = {key: value for key, value in values.items() if not _within(key, set_keys)}
             where = f"pairs.{pair}.{column} of the table" + (", with what --set changes" if overrides else "")
             others = {key: source for key, source in base.sources.items() if key not in point}
             validate(_with(common, {**point, "seed": request.seeds[0]}), where, others)
-            rows[key] = range(len(points), len(points) + len(request.seeds))
+            rows[student, column] = range(len(points), len(points) + len(request.seeds))
             points += [{**point, "seed": seed} for seed in request.seeds]
-        if points:
-            searched = {"student.model": points[0]["student.model"], "sweep.points": points}
-            resolved = Resolved(validate(_with(common, searched), f"table {table.title}"), base.sources)
-            width = max(3, len(str(len(points) - 1)))  # as a sweep numbers its trials
-            ids = {key: tuple(f"{index:0{width}d}" for index in indices) for key, indices in rows.items()}
-            sweeps.append(PlannedSweep(name, teacher, resolved, ids))
+        searched = {"student.model": points[0]["student.model"], "sweep.points": points}
+        resolved = Resolved(validate(_with(common, searched), f"table {table.title}"), base.sources)
+        sweeps.append(PlannedSweep(name, teacher, resolved, rows))
     return sweeps
 
 
@@ -188,21 +186,17 @@ def _common(tree: Mapping[str, Any], table: Table, teacher: str | None, teachers
 
 def _with(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """`tree` with dotted keys set."""
-    merged = dict(tree)
+    changed = copy.deepcopy(dict(tree))
     for key, value in values.items():
-        nested: dict[str, Any] = {}
-        put(nested, key, value, key)
-        merged = merge(merged, nested)
-    return merged
+        put(changed, key, value, key)
+    return changed
 
 
 def _weights(table: Table, teacher: str, teachers: Path | None) -> str | None:
     published = table.teachers.models[teacher]
     if teachers is None:
         return published.weights
-    names = (published.checkpoint, f"{teacher}.pth", f"{teacher}.safetensors")
-    paths = [teachers / name for name in names if name is not None]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        raise ExperimentError(f"--teachers {teachers}: there is no {paths[0].relative_to(teachers)}, nor {paths[-1].name}")
-    return str(path.absolute())
+    name = published.checkpoint or f"{teacher}.safetensors"
+    if not (teachers / name).is_file():
+        raise ExperimentError(f"--teachers {teachers}: there is no {name}")
+    return str((teachers / name).absolute())

@@ -1,16 +1,16 @@
 """A table of published accuracies: the schema of its YAML. The numbers are data, in `service/reproduce/tables`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from service.config import strict_yaml
 from service.config.dotted import flatten, merge
 from service.config.files import recipes, shipped
-from service.config.messages import problems_of
+from service.config.messages import problems_of, with_sources
 from trainables.config import Count, Section
 from trainables.errors import ExperimentError, did_you_mean
 
@@ -53,18 +53,14 @@ class Student(Section):
     settings: Settings = Field({}, description="what differs from the recipe")
 
 
-class Teachers(Section):
-    """All teachers, from one source."""
+Model = TypeVar("Model", Teacher, Student)
+
+
+class Models(Section, Generic[Model]):
+    """All teachers, or all students, from one source."""
 
     source: str
-    models: dict[str, Teacher]
-
-
-class Students(Section):
-    """All students, from one source."""
-
-    source: str
-    models: dict[str, Student]
+    models: dict[str, Model]
 
 
 class Column(Section):
@@ -100,27 +96,27 @@ class Table(Section):
     data: Size
     tolerance_pct: Percent = Field(description="points that a mean may be off however little its seeds differ")
     sources: dict[str, Citation]
-    teachers: Teachers
-    students: Students
+    teachers: Models[Teacher]
+    students: Models[Student]
     columns: dict[str, Column]
     pairs: dict[str, Pair]
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
-        named: list[tuple[str, str, Collection[str]]] = [
-            ("teachers.source", self.teachers.source, self.sources),
-            ("students.source", self.students.source, self.sources),
-        ]
-        named += [(f"columns.{key}.source", column.source, self.sources) for key, column in self.columns.items()]
+        named: dict[str, tuple[Iterable[str], Collection[str]]] = {
+            "teachers.source": ([self.teachers.source], self.sources),
+            "students.source": ([self.students.source], self.sources),
+            **{f"columns.{key}.source": ([column.source], self.sources) for key, column in self.columns.items()},
+        }
         for key, pair in self.pairs.items():
-            named.append((f"pairs.{key}.teacher", pair.teacher, self.teachers.models))
-            named.append((f"pairs.{key}.student", pair.student, self.students.models))
-            named += [(f"pairs.{key}.top1_pct", name, self.columns) for name in pair.top1_pct]
-            named += [(f"pairs.{key}.settings", name, pair.top1_pct) for name in pair.settings]
-            named += [(f"pairs.{key}.num_runs", name, self.sources) for name in pair.num_runs]
-        for where, name, known in named:
-            if name not in known:
-                raise ValueError(f"{where}: there is no {name!r} in this table; it has {', '.join(known)}")
+            named[f"pairs.{key}.teacher"] = [pair.teacher], self.teachers.models
+            named[f"pairs.{key}.student"] = [pair.student], self.students.models
+            named[f"pairs.{key}.top1_pct"] = pair.top1_pct, self.columns
+            named[f"pairs.{key}.settings"] = pair.settings, pair.top1_pct
+            named[f"pairs.{key}.num_runs"] = pair.num_runs, self.sources
+        for where, (names, known) in named.items():
+            if unknown := [name for name in names if name not in known]:
+                raise ValueError(f"{where}: there is no {unknown[0]!r} in this table; it has {', '.join(known)}")
         if ALONE in self.columns:
             raise ValueError(f"columns: {ALONE} means the students alone: choose another name")
         return self
@@ -168,14 +164,10 @@ def read_table(name: str) -> Table:
         instead = did_you_mean(name, ours, f"tables: {', '.join(ours)}")
         raise ExperimentError(f"{name}: neither a table nor a file; {instead}")
     tree = strict_yaml.parse(text, name)
-    if not isinstance(tree, Mapping):
-        raise ExperimentError(
-            f"{name}: a table is a mapping with title, recipe, data, sources, teachers, students, columns, pairs"
-        )
     try:
         table = Table.model_validate(tree)
     except ValidationError as error:
-        raise ExperimentError(problems_of(error, Table).text(name)) from error
+        raise with_sources(problems_of(error, Table), name) from error
     if name in ours or table.recipe in recipes():
         return table
     return table.model_copy(update={"recipe": str(Path(name).parent / table.recipe)})

@@ -32,19 +32,14 @@ class Verdict:
     """A published accuracy and ours."""
 
     published: float
-    num_published: int
-    """Number of runs whose mean was published."""
-    epoch: Literal["last", "best"]
-    last: MeanAccuracy | None
-    best: MeanAccuracy | None
+    ours: MeanAccuracy | None
     tolerance: float | None
     outcome: Outcome
 
     @property
     def difference(self) -> float | None:
-        """Ours less the published one, of the epoch that was published."""
-        ours = self.last if self.epoch == "last" else self.best
-        return ours.value - self.published if ours else None
+        """Ours less the published one."""
+        return self.ours.value - self.published if self.ours else None
 
 
 def tolerance(ours: MeanAccuracy, num_published: int, least: float) -> float:
@@ -60,28 +55,19 @@ def tolerance(ours: MeanAccuracy, num_published: int, least: float) -> float:
 
 
 def compare_accuracy(
-    published: float,
-    last: Sequence[float],
-    best: Sequence[float],
-    *,
-    epoch: Literal["last", "best"],
-    num_published: int,
-    min_tolerance: float,
-    num_seeds: int,
-    comparable: bool,
+    published: float, finished: Sequence[float], *, num_published: int, min_tolerance: float, num_seeds: int, comparable: bool
 ) -> Verdict:
-    """A published accuracy and ours. `last` and `best`: percent of each finished seed; all of `num_seeds` must have finished.
+    """A published accuracy, the mean of `num_published` runs, and ours, in percent, of each seed that has `finished`.
 
     It passes where |mean − published| ≤ `tolerance`: what is far above was not reproduced either.
     """
-    means = {"last": MeanAccuracy.of(last), "best": MeanAccuracy.of(best)}
-    ours = means[epoch]
+    ours = MeanAccuracy.of(finished)
     if ours is None:
-        return Verdict(published, num_published, epoch, None, None, None, "-")
+        return Verdict(published, None, None, "-")
     allowed = tolerance(ours, num_published, min_tolerance)
     outcome: Outcome = "pass" if abs(ours.value - published) <= allowed else "fail"
     if not comparable:
         outcome = "not comparable"
     elif ours.num < num_seeds:
         outcome = "unfinished"
-    return Verdict(published, num_published, epoch, means["last"], means["best"], allowed, outcome)
+    return Verdict(published, ours, allowed, outcome)

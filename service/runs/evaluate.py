@@ -15,8 +15,8 @@ from service.cluster.connect import check_ray_address, connect
 from service.cluster.resources import Cluster, Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
 from service.config.dotted import put
 from service.config.experiment import parse_override
-from service.config.messages import problems_of
-from service.config.paths import absolute, absolute_model
+from service.config.messages import problems_of, with_sources
+from service.config.paths import absolute, with_absolute_file
 from service.runs.display import Display, wait_for
 from service.runs.driver_log import recording
 from service.runs.preflight import check_source, note_equal_splits
@@ -69,7 +69,7 @@ def resolve(
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
     if weights_key is not None and model is None:
         raise ExperimentError("--weights-key chooses a part of weights that do not name their model: add --model NAME")
-    model = model and absolute_model(model)
+    model = model and with_absolute_file(model)
     if model is not None:
         check_model_name(model)
     path = fetch_checkpoint(checkpoint) if is_uri(checkpoint) else locate_checkpoint(checkpoint)
@@ -151,7 +151,7 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
     try:
         return EvaluateConfig.model_validate(tree)
     except ValidationError as error:
-        raise ExperimentError(problems_of(error, EvaluateConfig).text("--set")) from error
+        raise with_sources(problems_of(error, EvaluateConfig), "--set") from error
 
 
 def run_evaluation(

@@ -170,7 +170,7 @@ class TrialWatch:
             comparable = [trial.outcome for trial in trials if (trial.speed_trial is None) is is_timing]
             if seconds := [outcome.seconds for outcome in comparable if outcome is not None and outcome.seconds]:
                 left_s = fmean(seconds) * len(pending) / min(len(pending), self._max_concurrent)
-                note += f", about {rounded_time(left_s)} left"
+                note += f", about {max(1, round(left_s / 60))} min left"
         self._session.display.trials(num_ended, len(trials), note.removeprefix(", "))
         for state, count in counts.items():
             self._gauge.set(count, {"run": self._session.run_dir.root.name, "state": state})
@@ -184,13 +184,6 @@ def trial_line(trial: Trial) -> str:
     again = f", measured {trial.num_measurements} times" if trial.num_measurements > 1 else ""
     point = ", ".join(f"{key}={value}" for key, value in trial.params.items())
     return f"trial {trial.id} ({point}): {outcome.status}  {numbers}{again}"
-
-
-def rounded_time(seconds: float) -> str:
-    """Format a duration in seconds, minutes or hours."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def save_rows(session: Session, trials: Sequence[Trial]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
 from service.config.schema import Experiment
-from service.config.space import LOADER_WORKERS, SCALE_AXES, SpaceError, points
+from service.config.space import LOADER_WORKERS, SCALE_AXES, points
 from service.runs.outcome import Outcome
 from service.runs.result import TrialRow
 from service.runs.run_log import ResultFold
@@ -70,10 +70,7 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
     Raises ExperimentError: the space has no points.
     """
     sweep = resolved.experiment.sweep
-    try:
-        found = list(sweep.points) or points(sweep.space, sweep.policy, sweep.num_samples, resolved.experiment.seed)
-    except SpaceError as error:
-        raise ExperimentError(f"sweep.space: {error}") from error
+    found = list(sweep.points) or points(sweep.space, sweep.policy, sweep.num_samples, resolved.experiment.seed)
     timing: dict[str, Any] = {"train.max_steps": sweep.timing_steps} if sweep.timing_steps is not None else {}
     if sweep.target_pct is not None and not sweep.is_time_to_accuracy:
         timing["train.until_top1_pct"] = sweep.target_pct

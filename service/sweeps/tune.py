@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from service.cluster.resources import Reservation, living_nodes
 from service.config.sweep import SweepConfig
@@ -19,7 +19,7 @@ from service.runs.stored.stored_runs import ray_storage
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
-    from ray.tune import Callback, RunConfig
+    from ray.tune import Callback
 
 
 class SessionEnding(Event):
@@ -36,10 +36,8 @@ def tune_trials(
 
     A trial whose process dies after `session_ending` is set, or just before, gets no outcome.
     """
-    prepare_tune()
     from ray import tune
 
-    from service.runs.tune_internals import trial_class
     from service.sweeps.asha import asha_scheduler, reported_epochs
     from service.sweeps.trial_functions import run_trial
     from service.sweeps.trial_outcomes import TrialOutcomeCallback
@@ -53,39 +51,41 @@ def tune_trials(
         }
         earlier = reported_epochs(read_log(run_dir))
         scheduler = asha_scheduler(sweep, earlier, ended=[trial for trial in earlier if trial not in assignments])
-    function = partial(run_trial, assignments=dict(assignments))
     # Trials that an earlier session began come first, so that ASHA compares the others with them.
     trials = sorted(assignments, key=lambda trial: (trial not in earlier, trial))
-    # The log has all state of a sweep; nothing is restored from Tune's files.
-    tune.Tuner(
-        trial_class(function, living_nodes().trial_resources()),
-        param_space={"trial": tune.grid_search(trials)},
-        tune_config=tune.TuneConfig(
-            max_concurrent_trials=max_concurrent,
-            scheduler=scheduler,
-            trial_name_creator=lambda trial: trial.config["trial"],
-            trial_dirname_creator=lambda trial: trial.config["trial"],
-        ),
-        run_config=run_config(run_dir, TrialOutcomeCallback(run_dir, assignments, session_ending)),
-    ).fit()
+    _run_tune(
+        partial(run_trial, assignments=dict(assignments)),
+        TrialOutcomeCallback(run_dir, assignments, session_ending),
+        run_dir,
+        lambda trial: trial.config["trial"],
+        space={"trial": tune.grid_search(trials)},
+        max_concurrent_trials=max_concurrent,
+        scheduler=scheduler,
+    )
 
 
-def prepare_tune() -> None:
-    """Set up Ray Tune in this process, so that no failing trial ends the sweep or floods the terminal."""
+def _run_tune(
+    function: Any, callback: Callback, run_dir: RunDir, names: Callable[[Any], str], space: Any = None, **options: Any
+) -> None:
+    """Run Ray Tune to its end, with `options` of its `TuneConfig`. No failing trial ends the sweep or floods the terminal.
+
+    Its files are in a new folder for each session, as the log has all state of a sweep.
+    """
+    from ray import tune
+
+    from service.runs.tune_internals import install_actor_manager, trial_class
+
     # A trial that fails before its first epoch has no metric for ASHA.
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
     os.environ.setdefault("TUNE_PRINT_ALL_TRIAL_ERRORS", "0")  # a trial's row has the reason and the file with the details
-    from service.runs.tune_internals import install_actor_manager
-
     install_actor_manager()
-
-
-def run_config(run_dir: RunDir, callback: Callback) -> RunConfig:
-    """Configure where Ray Tune writes its files: a new folder for each session of a sweep."""
-    from ray import tune
-
-    name, storage = f"tune-{time.time_ns():x}", ray_storage(run_dir)
-    return tune.RunConfig(name=name, storage_path=storage, verbose=0, callbacks=[callback])
+    storage = ray_storage(run_dir)
+    tune.Tuner(
+        trial_class(function, living_nodes().trial_resources()),
+        param_space=space,
+        tune_config=tune.TuneConfig(trial_name_creator=names, trial_dirname_creator=names, **options),
+        run_config=tune.RunConfig(name=f"tune-{time.time_ns():x}", storage_path=storage, verbose=0, callbacks=[callback]),
+    ).fit()
 
 
 def with_shared_reservations(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
@@ -108,11 +108,8 @@ def measure_points(
 
     For `guided` see `PointCoordinator`, for `session_ending` see `tune_trials`.
     """
-    prepare_tune()
     import ray
-    from ray import tune
 
-    from service.runs.tune_internals import trial_class
     from service.search.coordinator import PointCoordinator
     from service.search.searcher import WorkerGroupOutcomeCallback, WorkerGroupSearcher
     from service.sweeps.trial_functions import run_worker_group
@@ -122,17 +119,12 @@ def measure_points(
     name, here = f"{run_dir.root.name}-points", on_this_node()
     actor = ray.remote(PointCoordinator).options(name=name, num_cpus=0, scheduling_strategy=here)
     coordinator = actor.remote(assignments, str(run_dir.root), guided)
-    function = partial(run_worker_group, coordinator=coordinator, stops_early=guided is not None)
-    trainable = trial_class(function, living_nodes().trial_resources())
-    # The number of worker groups is open (num_samples=-1), as points may be measured again.
-    tune.Tuner(
-        trainable,
-        tune_config=tune.TuneConfig(
-            search_alg=WorkerGroupSearcher(coordinator),
-            num_samples=-1,
-            max_concurrent_trials=max_concurrent,
-            trial_name_creator=lambda trial: f"group-{trial.config['group']}",
-            trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
-        ),
-        run_config=run_config(run_dir, WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending)),
-    ).fit()
+    _run_tune(
+        partial(run_worker_group, coordinator=coordinator, stops_early=guided is not None),
+        WorkerGroupOutcomeCallback(run_dir, coordinator, session_ending),
+        run_dir,
+        lambda trial: f"group-{trial.config['group']}",
+        search_alg=WorkerGroupSearcher(coordinator),
+        num_samples=-1,  # the number of worker groups is open, as points may be measured again
+        max_concurrent_trials=max_concurrent,
+    )

@@ -31,7 +31,7 @@ def test_a_submitted_run_with_a_method_of_its_own_is_followed_to_its_end_and_lea
 ) -> None:
     (distill.folder / "flat.py").write_text(METHOD)
     changes = ("--set", "optim.epochs=1", "--set", "distill.method=flat.py:Flat")
-    output = distill.run("submit", "--runs", distill.runs, "--follow", "train", "tiny.yaml", *changes, env=cluster.env)
+    output = distill.run("submit", "--follow", "train", "tiny.yaml", *changes, "--runs", distill.runs, env=cluster.env)
     assert "student epoch 1/1" in output
     (run,) = distill.runs.iterdir()
     assert f"submitted {run.name}: " in output

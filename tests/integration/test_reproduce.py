@@ -31,7 +31,7 @@ def test_a_table_is_run_goes_on_after_an_interrupt_and_is_compared(distill: Dist
     found = json.loads((out / "reproduce.json").read_text())
     assert [(cell["pair"], cell["column"]) for cell in found["cells"]] == [("large-small", "student"), ("large-small", "kd")]
     assert {cell["verdict"]["outcome"] for cell in found["cells"]} <= {"pass", "fail"}
-    assert all(cell["verdict"]["last"]["num"] == 2 for cell in found["cells"])
+    assert all(cell["verdict"]["ours"]["num"] == 2 for cell in found["cells"])
     assert found["teachers"]["convnet_large"]["top1_pct"] > 90
 
     assert "2 published numbers: " in distill.run(*command, "--dry-run")

@@ -259,11 +259,10 @@ def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("words", "root", "known"),
+    ("words", "known"),
     [
         (
-            "sweep digits --set name=flowers",
-            "s3://bucket/runs",
+            "sweep digits --set name=flowers --runs s3://bucket/runs",
             {
                 "job_name": "flowers",
                 "command": "sweep",
@@ -273,10 +272,9 @@ def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, mo
                 "page": "s3://bucket/runs/NAME/report.html",
             },
         ),
-        ("train digits", None, {"job_name": "digits", "command": "train", "experiment": "digits", "run": "NAME"}),
+        ("train digits", {"job_name": "digits", "command": "train", "experiment": "digits", "run": "NAME"}),
         (
             "train digits --out /shared/runs/one",
-            None,
             {
                 "job_name": "digits",
                 "command": "train",
@@ -288,7 +286,6 @@ def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, mo
         ),
         (
             "resume /shared/runs/one",
-            None,
             {
                 "job_name": "resume",
                 "command": "resume",
@@ -297,16 +294,17 @@ def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, mo
                 "page": "/shared/runs/one/report.html",
             },
         ),
-        ("methods", None, {"job_name": "methods", "command": "methods"}),
+        ("methods", {"job_name": "methods", "command": "methods"}),
     ],
 )
 def test_a_job_is_named_as_its_run_and_says_what_and_where_it_is(
-    words: str, root: str | None, known: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, known: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAYDISTILL_COPIES", str(tmp_path / "copies"))
     arguments, experiment = package(click.Context(cli.cli), words.split(), tmp_path)
-    job = job_of(arguments, experiment, root)
+    job = job_of(arguments, experiment)
     assert re.fullmatch(known["job_name"] + r"-\d{8}-\d{6}-[0-9a-f]{6}", job.name)
-    assert job.name != job_of(arguments, experiment, root).name
+    assert job.name != job_of(arguments, experiment).name
     assert job.metadata == {key: value.replace("NAME", job.name) for key, value in known.items()}
     for name, value in job.env_vars.items():
         monkeypatch.setenv(name, value)

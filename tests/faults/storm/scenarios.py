@@ -48,7 +48,7 @@ def scenarios(folder: Path, experiment: Path) -> list[Scenario]:
 
 def cluster_scenarios(runs: Path, experiment: Path) -> list[Scenario]:
     """All of a Ray of three nodes."""
-    submit = ("submit", "--runs", runs, "--follow", "train", experiment)
+    submit = ("submit", "--follow", "train", experiment, "--runs", runs)
     kinds, of_jobs = (*ray.OF_RUNS, *ray.OF_CLUSTERS), (ray.JOB_KILLED, ray.WORKER_KILLED, *ray.OF_CLUSTERS)
     return [
         Scenario("train on three nodes", ("train", experiment), TRAINING, kinds, train_losses, on_cluster=True),

@@ -105,17 +105,16 @@ def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dashb
 
 def submitted(tmp_path: Path) -> list[str]:
     lines: list[str] = []
-    assert submit(job_of(["train", "digits"], "digits", None), tmp_path, follow=False, echo=lines.append) == 0
+    assert submit(job_of(["train", "digits"], "digits"), tmp_path, follow=False, echo=lines.append) == 0
     return lines
 
 
-def test_the_clusters_own_runs_root_counts_unless_another_is_given(
+def test_a_runs_root_of_this_machine_is_not_that_of_the_job(
     dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYDISTILL_RUNS", "/of/this/machine")
-    for root in (None, "/shared/runs"):
-        submit(job_of(["methods"], None, root), tmp_path, follow=False, echo=lambda _: None)
-    assert dashboard.variables == [{}, {"RAYDISTILL_RUNS": "/shared/runs"}]
+    submit(job_of(["methods"], None), tmp_path, follow=False, echo=lambda _: None)
+    assert dashboard.variables == [{}]
 
 
 def test_a_job_is_submitted_and_its_log_named(dashboard: Dashboard, tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ from service.cluster.jobs import submit
 from service.commands.submit import job_of
 from trainables.errors import ClusterError
 try:
-    submit(job_of(["methods"], None, None), pathlib.Path(sys.argv[1]), follow=False, echo=lambda _: None)
+    submit(job_of(["methods"], None), pathlib.Path(sys.argv[1]), follow=False, echo=lambda _: None)
 except ClusterError as error:
     print(error)
 """

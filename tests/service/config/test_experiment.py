@@ -193,7 +193,7 @@ def test_an_override_sets_one_value(override: str, key: str, value: Any) -> None
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
-    assert resolved.sources[key.split(".")[0] if "{" in override else key] == "--set"
+    assert resolved.sources[key] == "--set"
 
 
 def test_later_overrides_win() -> None:
@@ -211,7 +211,7 @@ def test_a_file_is_named_after_itself_and_says_where_each_value_is_from(tmp_path
     resolved = load(path, ["seed=3"])
     assert resolved.experiment.name == "my-try"
     assert (resolved.experiment.optim.lr, resolved.experiment.optim.epochs) == (0.01, 12)
-    assert (resolved.sources["optim.lr"], resolved.sources["optim.epochs"]) == (path, "recipe digits")
+    assert (resolved.sources["optim.lr"], resolved.sources["optim.epochs"]) == (f"{path}:2:9", "recipe digits")
     assert resolved.sources["seed"] == "--set"
     assert "precision" not in resolved.sources
     assert resolved.sources.get("name") is None
@@ -352,7 +352,7 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
         ("scale.use_gpu=maybe", '--set: scale.use_gpu: must be true or false or auto, not "maybe"'),
         ("data=3", "--set: data: must be a section of keys, not 3"),
         ("student=null", "--set: student: must be a section of keys, not null"),
-        ("student={}", "--set: student.model: missing: write it in the file or --set student.model=…"),
+        ("student={}", "--set: student.model: missing: write it"),
         ("data.mean=[0.1, 0.2]", "--set: data.mean: must be a list of 3, not [0.1, 0.2]"),
         ("data.mean=[0.1307]", "--set: data.mean: images have three channels: write mean: [0.1307, 0.1307, 0.1307]"),
         ("data.std=0.5", "--set: data.std: images have three channels: write std: [0.5, 0.5, 0.5]"),
@@ -379,12 +379,8 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
             "--set: teachers[0].pretrained: no such key; did you mean teachers[0].weights?",
         ),
         (
-            "teacher.others=[{model: resnet18, weights: x}]",
-            "--set: teacher.others: no such key; write teachers, a list of all, in place of teacher",
-        ),
-        (
             "teachers=[{model: resnet18, weights: x}, {model: resnet18, weights: x, service: 1}]",
-            "--set: teachers[1].service: no such key; one teacher alone has it: leave it out, or write teacher, not teachers",
+            "--set: teachers[1].service: no such key; one teacher alone has it: write teacher, not teachers",
         ),
         ("data.mean=[1, 2, 3, 4]", "--set: data.mean: must be a list of 3, not [1, 2, 3, 4]"),
         ("data.mean=[0.1, x, 0.3]", '--set: data.mean[1]: must be a number, not "x"'),
@@ -419,7 +415,7 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
         ("name=" + "x" * 200, f'--set: name: must be text of at most 150 characters, not "{"x" * 56}…'),
         (
             "base=digits",
-            "--set base=digits: only a file has a base: write `base: digits` in it, or give digits in place of the file",
+            "--set: base: no such key; write it in the file, or give the base in place of the file",
         ),
         ("name=../x", '--set: name: must be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$, not "../x"'),
         ("student.model=resnet18x", "--set: student.model: there is no model 'resnet18x'; did you mean resnet18?"),
@@ -437,7 +433,7 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
             "--set: assistants[0].weights: no such key; an assistant is trained here: leave it out",
         ),
         ("data.path.x=3", "--set data.path.x=3: data.path is a value, not a section"),
-        ("optim.lr=2023-02-31", "--set optim.lr=2023-02-31: a value cannot be read: day is out of range for month"),
+        ("optim.lr=2023-02-31", '--set: optim.lr: must be a number, not "2023-02-31"'),
         ("sweep.policy=guess", '--set: sweep.policy: must be grid, random, asha or guided, not "guess"'),
         ("sweep.space=3", "--set: sweep.space: must be a section of keys, not 3"),
     ],
@@ -451,12 +447,12 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
     [
         (["data.global_batch_size=63", "scale.num_workers=2"], "is not divisible by scale.num_workers 2: write 62 or 64"),
         (["data.global_batch_size=1", "scale.num_workers=2"], "write 2 or 4"),
-        (["distill.task_weight=0", "distill.options.kd.weight=0"], "nothing would be learned"),
+        (["distill.task_weight=0", "distill.options.kd.weight=0"], "which leaves nothing to learn"),
         (["optim.warmup_epochs=12"], "leaves no epoch of optim.epochs 12"),
         (["optim.warmup_epochs=2", "teacher.epochs=2"], "leaves no epoch of teacher.epochs 2"),
         (["data.val_resize=7"], "is below data.image_size 8: write at least 8, or leave it out"),
-        (["optim.accumulate=65"], "exceeds the 64 samples of one worker's batch"),
-        (["optim.accumulate=33", "scale.num_workers=2"], "exceeds the 32 samples of one worker's batch"),
+        (["optim.accumulate=65"], "is 65, and one replica's batch has 64 samples: write less"),
+        (["optim.accumulate=33", "scale.num_workers=2"], "is 33, and one replica's batch has 32 samples: write less"),
         (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
         (
             ["data.decoder=gpu", "data.augment=crop_flip", "scale.use_gpu=false"],
@@ -471,7 +467,7 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["teacher=null", "distill.method=dkd"], "dkd needs a teacher: write teacher.model"),
         (["teacher=null", "assistants=[{model: resnet8}]"], "assistants needs teacher.model"),
         (["assistants=[{model: resnet9}]"], "assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
-        (["assistants=[{epochs: 3}]"], "assistants[0].model: missing: write it in the list"),
+        (["assistants=[{epochs: 3}]"], "assistants[0].model: missing: write it"),
         (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants[0].epochs?"),
         (["optim.warmup_epochs=2", "assistants=[{model: resnet8, epochs: 2}]"], "leaves no epoch of assistants[0].epochs 2"),
         (
@@ -489,29 +485,35 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         ),
         (["optim.losses={at/maps: {lr: 0.1}}"], "optim.losses: there is no loss 'at/maps' here: write one of kd, task"),
         (["optim.losses={task/ce: {lr: 0.1}}"], "optim.losses: there is no loss 'task/ce' here: write one of kd, task"),
-        (["teachers=[{model: resnet8}]"], "teachers[0].weights: missing: write it in the list"),
+        (["teachers=[{model: resnet8}]"], "teachers[0].weights: missing: write it"),
         (["teacher=null", "teachers=[{model: resnet9, weights: x}]"], "teachers[0].model: there is no model 'resnet9'"),
         (["sweep.metric=speed"], "trials have no 'speed'"),
         (["sweep.metric=top1"], "did you mean top1_pct?"),
-        (["sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
-        (["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
-        (["sweep.policy=asha"], "set metric to top1_pct"),
+        (["sweep.metric=top1_pct", "sweep.steps=5"], "sweep.steps does not go with sweep.metric top1_pct, which compares"),
+        (["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=5"], "write sweep.steps: null"),
+        (["sweep.policy=asha"], "write sweep.metric: top1_pct"),
         (
             ["sweep.policy=asha", "sweep.metric=linear_top1_pct", "sweep.steps=null"],
-            "not by linear_top1_pct: set metric to top1_pct",
+            "sweep.policy asha does not go with sweep.metric linear_top1_pct, since it stops trials by their accuracy",
         ),
         (
             ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.grace_epochs=3", "train.evaluate_every=2"],
             "sweep.grace_epochs 3: asha compares trials after so many epochs first, and train.evaluate_every 2 leaves that one "
             "without an accuracy: write 4, or train.evaluate_every 1",
         ),
-        (["sweep.policy=guided", "sweep.metric=top1_pct"], "policy guided looks for speed or cost, not top1_pct: set metric to"),
-        (["sweep.metric=pareto"], "trials have no 'pareto'"),
+        (
+            ["sweep.policy=guided", "sweep.metric=top1_pct"],
+            "since it looks for speed or cost: write sweep.policy: grid, or write",
+        ),
+        (["sweep.metric=pareto"], "or write sweep.policy: guided"),
         (["sweep.budget_gpu_h=1", "sweep.budget_grid_share=0.3"], "sweep.budget_grid_share does not go with sweep.budget_gpu_h"),
         (["sweep.metric=time_to_accuracy"], "sweep.metric time_to_accuracy needs sweep.target_pct"),
         (["sweep.target_pct=90"], "sweep.target_pct does not go with sweep.metric images_per_s"),
-        (["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.steps=9"], "or set policy to guided"),
-        (["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=asha"], "not by time_to_accuracy"),
+        (["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.steps=9"], "or set sweep.policy to guided"),
+        (
+            ["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=asha"],
+            "sweep.policy asha does not go with sweep.metric time_to_accuracy",
+        ),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words: str) -> None:
@@ -538,7 +540,7 @@ def test_a_workers_batch_is_cut_into_as_many_micro_batches_as_it_has_samples(num
             ["sweep.policy=grid"],
             "--set: sweep.space: optim.lr: grid",
         ),
-        ("distill: {options: {kd: {weight: 0}}}", ["distill.task_weight=0"], "--set: distill.task_weight: it and the weights"),
+        ("distill: {options: {kd: {weight: 0}}}", ["distill.task_weight=0"], "--set: distill.task_weight 0 does not go with"),
         ("optim: {losses: {task: {lr: 1}}}", ["optim.losses.at.lr=1"], "--set: optim.losses: there is no loss 'at'"),
         ("scale: {num_workers: 3}", ["seed=1"], "mine.yaml:2:9: data.global_batch_size 64 is not divisible"),
         ("scale: {num_workers: 3}", ["seed=x"], "--set: seed: must be an integer"),
@@ -588,9 +590,7 @@ def test_a_method_that_a_sweep_chooses_may_be_given_options(space: str, points: 
 def test_a_required_option_that_is_missing_is_named(options: list[str], tmp_path: Path) -> None:
     name = written(tmp_path, MARGIN.replace(" = 1.0", ""), "own.py") + ":Margin"
     problem = refusal(f"distill.method={name}", *options)
-    assert problem.endswith(
-        "distill.options.Margin.margin: missing: write it in the file or --set distill.options.Margin.margin=…"
-    )
+    assert problem.endswith("distill.options.Margin.margin: missing: write it")
     assert load("digits", [f"distill.method={name}", *options, "distill.options.Margin.margin=2"])
 
 
@@ -605,8 +605,8 @@ def test_options_with_a_space_that_names_no_methods_are_checked_all_the_same(spa
 
 
 @pytest.mark.parametrize("text", ["", "optim.lr", "optim.lr=", "=3", ".=3", "optim..lr=3"])
-def test_an_override_without_key_or_value_is_refused_with_an_example(text: str) -> None:
-    assert refusal(text) == f"--set {text}: write --set key=value, such as --set data.global_batch_size=256"
+def test_an_override_without_key_or_value_is_refused(text: str) -> None:
+    assert refusal(text) == f"--set {text}: write --set key=value"
 
 
 def test_spaces_around_the_equals_sign_of_an_override_are_no_part_of_it() -> None:
@@ -631,12 +631,10 @@ def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> 
         ("a: b: c\n", ":1:5: not YAML: mapping values are not allowed here"),
         ("\tseed: 1\n", ":1:1: not YAML:"),
         (b"\x00\x01abc", "not YAML: special characters are not allowed"),
-        (b"seed: \xff\xfe", "not a text file (byte 6): give a YAML file"),
-        (b"\x89PNG\r\n\x1a\n", "not a text file (byte 0): give a YAML file"),
-        ("- a\n- b\n", "an experiment is a mapping such as `data: {path: digits}`, this is a list"),
-        ("", "this is empty"),
-        ("just words", "this is text"),
-        ("42", "this is a single value"),
+        (b"\x89PNG\r\n\x1a\n", "not YAML: special characters are not allowed"),
+        ("- a\n- b\n", "an experiment is a mapping, such as `data: {path: digits}`"),
+        ("", "an experiment is a mapping"),
+        ("just words", "an experiment is a mapping"),
         ("base: digits\nseed: 1\nseed: 2\n", ":3:1: seed is written twice: keep one"),
         ("base: digits\noptim:\n  lr: 1\n  'lr': 2\n", ":4:3: lr is written twice: keep one"),
         ("base: digits\n1: 2\n", "1: no such key"),
@@ -648,15 +646,12 @@ def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> 
         ("base: digits\noptim: {on: 2}\n", "mine.yaml:2:9: optim.on: no such key"),
         (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml:2:1: {'k' * 20}"),
         ("base: mine.yaml\n", "`base` leads back to itself (mine.yaml → mine.yaml)"),
-        ("!!python/object/apply:os.system ['true']", "not YAML: could not determine a constructor"),
+        ("!!python/object/apply:os.system ['true']", ":1:1: `!` begins a YAML tag: leave it out, or quote the text"),
         ("a: &a [*a]\n", "nested more than 50 deep"),
         ("[" * 4000, "nested more than 50 deep"),
         ("seed: " + "9" * 5000, "a value cannot be read"),
-        ("seed: !!int [1]", ":1:7: not YAML: expected a scalar node, but found sequence"),
-        ("seed: !!int x1", "a value cannot be read: invalid literal for int()"),
-        ("seed: !!bool maybe", "a value is not of the kind that its tag"),
-        ("seed: !!timestamp x", "a value is not of the kind that its tag"),
-        ("seed: !!float ''", "a value is not of the kind that its tag"),
+        ("seed: !!int x1", ":1:7: `!` begins a YAML tag"),
+        ("student:\n  model: !net\n", ":2:10: `!` begins a YAML tag"),
     ],
 )
 def test_a_file_that_is_no_experiment_is_refused_in_one_line(text: str | bytes, words: str, tmp_path: Path) -> None:
@@ -863,7 +858,6 @@ def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
         refusal(served, CACHE): "teacher.cache does not go with teacher.service",
         refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "data.decoder gpu does not go with teacher.service",
         refusal("teacher.service=0"): "teacher.service",
-        refusal("teacher.service_devices=2"): "no such key; an actor has one GPU: leave it out, or, where",
     }
     assert all(part in line and "teacher" in line and "\n" not in line for line, part in problem.items()), problem
     assert load("digits", [served]).experiment.stage("student", Path("/"), {}).num_augmentation_epochs == 1
@@ -886,7 +880,7 @@ def test_variables_in_paths_have_their_values_and_one_that_is_not_set_is_refused
     assert experiment.data.path == str(tmp_path)
     assert experiment.teacher is not None
     assert experiment.teacher.cache == str(tmp_path / "logits")
-    says = "$NO_DATA/logits: there is no environment variable $NO_DATA: set it, or write the whole path"
+    says = "--set: $NO_DATA/logits: there is no environment variable $NO_DATA: set it, or write the whole path"
     assert refusal("teacher.cache=$NO_DATA/logits") == says
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from service.config.dotted import put
 from service.config.experiment import load, parse_override
+from service.config.sweep import ACCURACIES
 from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import DataConfig, DistillConfig, TrainConfig
 from trainables.distributed.group import Group
@@ -14,7 +15,7 @@ from trainables.engine.train import build
 from trainables.errors import ExperimentError
 from trainables.methods.registry import METHODS
 from trainables.methods.select import SelectedMethod, select_methods
-from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem, first_problem_of_methods
+from trainables.rules import CLASHES, METHOD_RULES, RULES, enough_images, first_problem, first_problem_of_methods
 
 MORE = "data.more=[{path: synthetic, share: 0.25}]"
 WEIGHTS = "teacher.weights=teacher.safetensors"
@@ -50,11 +51,17 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
     [
         (("scale.num_workers=3",), "data.global_batch_size 64 is not divisible by scale.num_workers 3: write 63 or 66"),
         (("data.val_resize=7",), "data.val_resize 7 is below data.image_size 8: write at least 8, or leave it out"),
-        (("optim.accumulate=65",), "optim.accumulate 65 exceeds the 64 samples of one worker's batch"),
-        (("optim.accumulate=33", "scale.num_workers=2"), "optim.accumulate 33 exceeds the 32 samples of one worker's batch"),
+        (
+            ("optim.accumulate=65",),
+            "optim.accumulate × scale.micro_batches is 65, and one replica's batch has 64 samples: write less",
+        ),
+        (
+            ("optim.accumulate=33", "scale.num_workers=2"),
+            "optim.accumulate × scale.micro_batches is 33, and one replica's batch has 32 samples: write less",
+        ),
         (
             ("data.device_augment.mixup=0.2", "data.global_batch_size=63"),
-            "data.global_batch_size 63: mixup and cutmix mix pairs, and each worker has an odd number of images: write",
+            "data.global_batch_size 63: mixup and cutmix need an even number for each worker: write 64",
         ),
         (
             ("data.device_augment.cutmix=0.2", "data.last_batch=short"),
@@ -86,7 +93,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("teacher.placement=sharded", "train.compile=true"), "teacher.placement sharded does not go with train.compile"),
         (
             (WEIGHTS, "teacher.logit_scale=10"),
-            "teacher.logit_scale scales the cosines to class embeddings: write teacher.classes",
+            "teacher.logit_scale does not go with a teacher without class embeddings, whose cosines it scales: write",
         ),
         ((WEIGHTS, "teacher.classes=t.npy", "teacher.finetune=true"), "teacher.finetune does not go with teacher.classes"),
         ((WEIGHTS, "teacher.head=class_means", "teacher.finetune=true"), "teacher.finetune does not go with teacher.head"),
@@ -99,7 +106,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ((*UNLABELED, "optim.losses={task: {lr: 1}}"), "optim.losses.task: the labels' loss has no weight here: leave it out"),
         (
             (*UNLABELED, "optim.losses={embed: {lr: 1}}"),
-            "optim.losses: all losses but the labels' are in it, and the labels' has no weight here: leave one method out of it",
+            "optim.losses: only the labels' loss, which has no weight here, is not in it: leave one method out of it",
         ),
         (("optim.clip_grad_norm=1", "optim.clip_grad_agc=0.01"), "optim.clip_grad_agc does not go with optim.clip_grad_norm"),
         (("optim.name=lamb", "optim.losses={kd: {lr: 1}}"), "optimizers of single losses are sgd or adamw, and lamb is another"),
@@ -113,7 +120,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ((*DOT, "optim.args={eps: 1}"), "optim.args does not go with optim.name dot"),
         (
             ("train.task_loss=bce", "train.label_smoothing=0.2", "train.bce_threshold=0.9"),
-            "train.bce_threshold 0.9 is above each target that train.label_smoothing 0.2 leaves: write a smaller one",
+            "train.bce_threshold 0.9 is above all targets with train.label_smoothing: write a smaller one",
         ),
         (("train.bce_threshold=0.2",), "train.bce_threshold does not go with train.task_loss cross_entropy"),
         ((*UNLABELED, "train.label_smoothing=0.1"), "train.label_smoothing does not go with data.labels false"),
@@ -124,9 +131,12 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("train.deterministic=true", "train.compile=max-autotune"), "train.deterministic does not go with train.compile max"),
         (
             (*UNLABELED, "teacher.placement=sharded", "eval.best=cosine"),
-            "eval.best: teacher.placement sharded has no teacher's features in a validation, and cosine compares with them",
+            "teacher.placement sharded does not go with eval.best cosine, which compares with the features of a whole",
         ),
-        (("teacher.placement=sharded", "scale.num_workers=[1, 2]"), "teacher.placement sharded needs 2 workers or more, and"),
+        (
+            ("teacher.placement=sharded", "scale.num_workers=[1, 2]"),
+            "scale.min_workers 1: teacher.placement sharded needs more: write at least 2",
+        ),
         (("teacher.service=1", *GPU), "data.decoder gpu does not go with teacher.service"),
         ((*GPU, "scale.use_gpu=false"), "data.decoder gpu does not go with scale.use_gpu false"),
         (
@@ -151,7 +161,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ((*STAGES, "data.global_batch_size=63"), "63 is not divisible by 2 replicas of 2 scale.pipeline_stages: write 62 or 64"),
         (
             (*STAGES, "scale.micro_batches=9", "optim.accumulate=4"),
-            "scale.micro_batches 9 × optim.accumulate 4 exceed the 32 samples of one replica's batch",
+            "optim.accumulate × scale.micro_batches is 36, and one replica's batch has 32 samples: write less",
         ),
         ((*STAGES, "precision=fp16"), "precision fp16 does not go with scale.pipeline_stages 2"),
         ((*STAGES, "scale.sync_batch_norm=true"), "scale.sync_batch_norm does not go with scale.pipeline_stages 2"),
@@ -171,14 +181,14 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
             "eval.asynchronous does not go with train.until_top1_pct, which waits for each evaluation: write",
         ),
         (("eval.asynchronous=true", *UNLABELED), "eval.asynchronous does not go with data.labels false, whose evaluation"),
-        (("scale.min_workers=2",), "scale.min_workers 2 is more than scale.num_workers 1: write at most 1"),
+        (("scale.min_workers=2",), "scale.min_workers 2 is more than scale.num_workers: write at most 1"),
         (("scale.sync_batch_norm=true", "optim.accumulate=2"), "scale.sync_batch_norm does not go with optim.accumulate 2"),
         (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean needs teacher.weights"),
         (("teacher.cache_epochs=2",), "teacher.cache_epochs needs teacher.cache"),
-        (SEVERAL[1:], "teachers: there is also a teacher, convnet_large: write teacher: null and all of them in teachers, or"),
+        (SEVERAL[1:], "teacher does not go with teachers, in which all of several stand: write teacher: null, or"),
         (
             ("teacher=null", "teachers=[{model: mlp_small, weights: x, cache: /c}, {model: mlp_small, weights: x}]"),
-            "teachers: all see the same images, and their outputs are cached together or not at all",
+            "teachers: all see the same images: write the same cache and cache_epochs for each",
         ),
         (
             ("teacher=null", "teachers=[{model: mlp_small, weights: x, cache: /c}, {model: mlp_small, weights: x, cache: /d}]"),
@@ -217,7 +227,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("distill.method=[ab]", "optim.losses={ab: {}}"), "optim.losses: there is no loss 'ab' here: write one of task"),
         (
             ("distill.task_weight=0", "distill.options.kd.weight=0"),
-            "distill.task_weight: it and the weights of all methods are 0",
+            "distill.task_weight 0 does not go with methods whose weights are all 0, which leaves nothing to learn",
         ),
         (("train.max_steps=9", "train.until_s=1"), "train.until_s does not go with train.max_steps"),
         (("data.decoder=gpu",), "data.decoder gpu does not go with data.augment none"),
@@ -260,21 +270,27 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
             (*SEVERAL, "distill.method=[at]", "optim.losses={at: {}}"),
             "optim.losses: at has a loss with each of several teachers, which share an optimizer: leave at out",
         ),
-        ((*DROPPING, "distill.method=[kd]"), "kd learns from the mean of the teachers' probabilities, of which none is left out"),
+        ((*DROPPING, "distill.method=[kd]"), "distill.teacher_dropping: kd learns from the teachers' mean"),
         (
             ("teacher=null", "teachers=[{model: resnet8, weights: x}]", "distill.method=[embed]", "distill.teacher_dropping=0.5"),
             "distill.teacher_dropping: the student has one teacher: write several in teachers, without assistants, or leave",
         ),
         ((*DROPPING, "assistants=[{model: resnet8}]"), "distill.teacher_dropping: the student has one teacher"),
         (("scale.pipeline_stages=2",), "num_workers 1 is not divisible by scale.pipeline_stages 2: write 2"),
-        (("data.more=[{path: a, share: 0.5}, {path: b, share: 0.5}]",), "data.more: its shares add up to 1, which leaves"),
-        ((MORE, "data.global_batch_size=1"), "data.global_batch_size: 1 has no image for each of 2 sets: write at least 2"),
+        (
+            (WEIGHTS, "data.more=[{path: a, share: 0.5}, {path: b, share: 0.5}]"),
+            "data.more: its shares add up to 1, which leaves",
+        ),
+        (
+            (MORE, WEIGHTS, "data.global_batch_size=1"),
+            "data.global_batch_size: 1 has no image for each of 2 sets: write at least 2",
+        ),
         (
             ("data.labels=false", "data.more=[{path: synthetic, share: 0.25, labels: true}]"),
             "data.labels false does not go with a teacher without weights, which is not trained without labels: write",
         ),
-        ((MORE, "teacher=null", "distill.method=none"), "data.more: a model that learns labels alone learns nothing of images"),
-        ((MORE,), "data.more: a model that learns labels alone learns nothing of images"),
+        ((MORE, "teacher=null", "distill.method=none"), "data.more without labels does not go with a student of labels alone"),
+        ((MORE,), "data.more without labels does not go with a teacher without weights: write labels: true"),
         ((MORE, WEIGHTS, *STAGES), "data.more without labels does not go with scale.pipeline_stages 2"),
         (
             (MORE, WEIGHTS, "distill.method=dkd"),
@@ -286,28 +302,28 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ),
         (
             (*UNLABELED, "eval.best=top1_pct"),
-            "eval.best: top1_pct is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine",
+            "eval.best top1_pct does not go with data.labels false: write eval.best: null, or write eval.path",
         ),
         (
             (*UNLABELED, "sweep={metric: top5_pct, steps: null}"),
-            "sweep.metric top5_pct needs images with labels, and data.labels is",
+            "data.labels false does not go with sweep.metric top5_pct, which needs labels: write eval.path, or write",
         ),
         (
             (*UNLABELED, "sweep={metric: time_to_accuracy, target_pct: 50, steps: null}"),
-            "sweep.metric time_to_accuracy needs images with labels",
+            "data.labels false does not go with sweep.metric time_to_accuracy, which needs labels",
         ),
         (
             ("eval.best=cka",),
-            "eval.best: cka is not measured: top1_pct needs data.labels: true or eval.path, cka and cosine data.labels: false",
+            "eval.best cka does not go with data.labels true, since it is measured of a student that learns no labels",
         ),
         (("sweep={metric: linear_top1_pct, steps: null}",), "sweep.metric linear_top1_pct does not go with data.labels true"),
         (
             (*UNLABELED, "eval.path=digits", "sweep={metric: linear_top1_pct, policy: asha, steps: null}"),
-            "policy asha stops trials by their accuracy, not by linear_top1_pct",
+            "sweep.policy asha does not go with sweep.metric linear_top1_pct, since it stops trials by their accuracy",
         ),
         (
             (*STAGES, "scale.cut=[layer2, layer3]"),
-            "scale.cut: 2 pipeline_stages begin with 1 modules besides the images: name as many, or leave it out",
+            "scale.cut names the modules at which all but the first of 2 scale.pipeline_stages begin: write one for each",
         ),
         (
             (WEIGHTS, "teacher.classes=t.npy", "distill.method=[srrl]"),
@@ -437,6 +453,10 @@ def test_the_recipe_keeps_every_rule() -> None:
     assert first_problem(experiment, RULES) is None
     methods = select_methods(DistillConfig(method=tuple(METHODS)))
     assert first_problem_of_methods(lambda: methods, experiment, 10, METHOD_RULES) is None
+
+
+def test_the_accuracies_of_a_rule_are_all_that_there_are() -> None:
+    assert f"sweep.metric={'|'.join(ACCURACIES)}, sweep.policy=asha" in [second for _, second, _ in CLASHES]
 
 
 def test_no_method_is_loaded_where_the_settings_restrict_none() -> None:

@@ -8,6 +8,7 @@ import pytest
 from service.reproduce.run_table import Reproduction, TeacherAccuracy, cells, check_begun, prepare, teachers_of
 from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
+from service.reproduce.verdict import MeanAccuracy
 from service.runs.run_directory import begin_run
 from tests.run_log import change, write_log
 from tests.service.commands import run
@@ -30,11 +31,26 @@ def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_pat
     ]
     write_log(run_dir, typed({"trials": rows}))
     (cell,) = cells(job)
-    assert cell.verdict.num_published == 4
     assert cell.verdict.tolerance == 2 * table.tolerance_pct  # 2·√8·√(1/2 + 1/4) = 4.90, which twice the least bounds
     rows[1].metrics.update(top1_pct=98.0, best_top1_pct=98.0)
     write_log(run_dir, typed({"trials": rows}))
     assert cells(job)[0].verdict.tolerance == 2 * math.sqrt(2) * math.sqrt(1 / 2 + 1 / 4)
+
+
+@pytest.mark.parametrize(("epoch", "ours"), [("last", 96.0), ("best", 99.0)])
+def test_the_epoch_that_was_published_is_the_one_compared(epoch: str, ours: float, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL.replace("epoch: last", f"epoch: {epoch}"))
+    table = read_table(str(path))
+    request = Request.of(table, None, "kd", "0")
+    job = Reproduction(table, request, compose(table, request, [], None, None), (), tmp_path / "out", tmp_path)
+    run_dir = job.run_dir(job.sweeps[0])
+    run_dir.root.mkdir(parents=True)
+    row = typed_row({"id": "000", "status": "ok", "metrics": {"top1_pct": 96.0, "best_top1_pct": 99.0}})
+    write_log(run_dir, typed({"trials": [row]}))
+    (cell,) = cells(job)
+    assert cell.verdict.ours == MeanAccuracy(ours, None, 1)
+    assert cell.verdict.difference == ours - 98
 
 
 def test_a_teacher_is_as_accurate_as_its_own_training_or_else_the_first_trial_found_it(tmp_path: Path) -> None:

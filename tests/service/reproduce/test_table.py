@@ -322,7 +322,7 @@ def test_a_mean_over_fewer_runs_is_known_as_one(pair: str, column: str, num_runs
         ("top1_pct: {kd: 98}", "top1_pct: {kd: 980}", "at most 100"),
         ("epoch: last", "epoch: lats", "epoch"),
         ("tolerance_pct: 2", "tolerance: 2", "tolerance"),
-        ("location: here, ", "", "sources.us.location: missing: write it in the file\n"),
+        ("location: here, ", "", "sources.us.location: missing: write it\n"),
     ],
 )
 def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path, before: str, after: str, message: str) -> None:

@@ -145,7 +145,7 @@ def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_pat
         (["data.device_augment.color_jitter.hue=0.6"], "hue: must be at most 0.5, not 0.6"),
         (
             ["data.device_augment.mixup=0.2", "data.global_batch_size=66", "scale.num_workers=2"],
-            "data.global_batch_size 66: mixup and cutmix mix pairs, and each worker has an odd number of images: write 68",
+            "data.global_batch_size 66: mixup and cutmix need an even number for each worker: write 68",
         ),
         (["data.device_augment.cutmix=1", "data.last_batch=short"], "set both to 0, or write data.last_batch: drop"),
         (

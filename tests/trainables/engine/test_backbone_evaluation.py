@@ -144,8 +144,8 @@ def test_images_of_eval_path_that_cannot_be_read_are_counted(tmp_path: Path) -> 
 
 def test_a_best_checkpoint_by_a_number_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     for sections, says in (
-        ({"eval": {"best": "top1_pct"}}, "eval.best: top1_pct is not measured"),
-        ({"eval": {"best": "cka"}, "data": {"labels": True}}, "eval.best: cka is not measured"),
+        ({"eval": {"best": "top1_pct"}}, "eval.best top1_pct does not go with data.labels false"),
+        ({"eval": {"best": "cka"}, "data": {"labels": True}}, "eval.best cka does not go with data.labels true"),
         (
             {"eval": {"best": "loss"}, "distill": {**DISTILL, "method": ["queue"]}},
             "distill.method: queue compares the images of a batch, which does not go with eval.best loss",

@@ -69,7 +69,7 @@ def test_each_method_follows_its_own_schedule_and_the_task_none() -> None:
 @pytest.mark.parametrize(("key", "value"), [("warmup_epochs", 2), ("warmup_by", "epoch_from_1"), ("decay", "cosine")])
 def test_a_schedule_for_a_weight_that_stays_as_it_is_is_refused(name: str, key: str, value: object) -> None:
     assert problem_of(name, {key: value}) == (
-        f"distill.options.{name}.{key}: {name} works in its init stage only, in which its weight is constant: leave {key} out"
+        f"distill.options.{name}.{key}: {name} works in its init stage only, with a constant weight: leave {key} out"
     )
     rising = {"warmup_epochs": 2} if key == "warmup_by" else {}
     assert problem_of("ft", {key: value, **rising}) is None
