@@ -11,7 +11,6 @@ from service.commands.path_types import MethodName
 from service.config.experiment import parse_override
 from service.config.messages import ConfigProblems
 from service.config.rules import check_options
-from service.report.method_table import method_parts, method_table
 from service.runs.display import output
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name
@@ -26,6 +25,8 @@ def list_methods(name: str | None) -> None:
 
     With NAME, as in distill.method or FILE.py:CLASS, all about this one, with its options.
     """
+    from service.report.method_table import method_parts, method_table
+
     print_all(output(), (method_table(),) if name is None else method_parts(name))
 
 

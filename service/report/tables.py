@@ -129,8 +129,7 @@ def heat_table(records: Records) -> Table | None:
     ]
     caption = "Images/s; the stronger the color, the faster; ★ is the best trial."
     if any("–" in row for row in rows):
-        pending = any(row.status == "pending" for row in records.rows)
-        caption += " – has no result yet." if pending else " – was not tried."
+        caption += " – has no result."
     if extras := [key for key in keys if key not in SCALE_AXES]:
         caption += f" Each cell is the fastest over {', '.join(extras)}."
     heads = [names.axis(key, unit) for key in shown]
