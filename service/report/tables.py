@@ -60,7 +60,6 @@ def trial_frame(result: RunResult, rows: Sequence[TrialRow]) -> pd.DataFrame:
                 "num_workers": row.scale.num_workers,
                 "batch": row.scale.global_batch_size,
                 "latency ms": m.get("inference_ms"),
-                **{f"data {part}": m.get(f"phase/data_{part}_ms") for part in ("min", "p95", "max")},
                 **phase_ms(m),
             }
         )
