@@ -10,7 +10,6 @@ from service.commands.path_types import MethodName
 from service.config.experiment import parse_override
 from service.config.messages import with_sources
 from service.config.rules import check_options
-from service.report.method_table import method_parts, method_table
 from service.runs.display import output
 from trainables.errors import ExperimentError
 from trainables.models.names import check_model_name
@@ -25,6 +24,8 @@ def list_methods(name: str | None) -> None:
 
     With NAME, as in distill.method or FILE.py:CLASS, all about this one, with its options.
     """
+    from service.report.method_table import method_parts, method_table
+
     print_all((method_table(),) if name is None else method_parts(name))
 
 

@@ -28,12 +28,8 @@ def launch_bound(e: Evidence) -> Cause | None:
     """Find a batch so small that fixed costs dominate the step, or a host that keeps its GPU waiting.
 
     A GPU works while the host launches the next kernels, so T = max(launching, kernels). A k times larger batch needs 1/k of the
-    launches per image: T' = max(launching/k, kernels), with the kernels' time taken as the GPUs' busy share of T. If passes on
-    larger batches were timed, T' follows from those.
-
-    If a single image takes at least half as long as the batch, launching dominates. Then fewer micro-batches are proposed if
-    they fit into memory, else a larger batch, else torch.compile. If a single image is much faster, or models are launched as
-    CUDA graphs, something else delays the host.
+    launches per image: T' = max(launching/k, kernels), with the kernels' time taken as the GPUs' busy share of T. If a single
+    image takes less than half as long as the batch, or models are launched as CUDA graphs, something else delays the host.
     """
     computing_ms = e.work_ms - e.exposed_ms - e.service_ms
     idle_ms, few = e.idle_share * computing_ms, f"{e.rank_batch:g} images per worker are too few"

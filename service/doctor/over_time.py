@@ -19,11 +19,11 @@ MIN_THROTTLED_PCT = 10.0  # of the time: GPUs whose clock was lowered for less a
 
 
 class ThrottledGpu(NamedTuple):
-    """A GPU below its reference clock, since the start of the run or since a later epoch."""
+    """A GPU below its reference clock."""
 
     gpu: GpuUse
     reference_mhz: float
-    since_start: bool
+    since_start: bool  # else since a later epoch
     lost: tuple[float, ...]  # share of a step that the lower clock costs, per epoch or for the whole run
 
 
@@ -34,11 +34,7 @@ def is_throttled(gpu: GpuUse) -> bool:
 
 
 def throttled_gpu(e: Evidence) -> ThrottledGpu | None:
-    """Return the throttled or hot GPU that loses most by its lower clock in the last epoch, or over the whole run.
-
-    The reference clock is the GPU's own while it was not throttled, else that of similar GPUs that are not throttled, else the
-    highest clock of its kind.
-    """
+    """Return the throttled or hot GPU that loses most by its lower clock in the last epoch, or over the whole run."""
     epochs = [{gpu.name: gpu for gpu in gpus} for gpus in ([epoch.gpus for epoch in e.epochs] or [e.gpus])]
     # The part of a step that depends on the clock: kernels that are not hidden behind launching. The hidden share of kernels is
     # assumed to equal the GPUs' idle share.
@@ -51,6 +47,7 @@ def throttled_gpu(e: Evidence) -> ThrottledGpu | None:
         free_mhz = [one.sm_clock_mhz for one in history if one.sm_clock_mhz and not is_throttled(one)]
         similar = [one for one in epochs[-1].values() if one.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz]
         similar_mhz = [one.sm_clock_mhz for one in similar if one.sm_clock_mhz and not is_throttled(one)]
+        # Its own clock while not throttled, else that of similar GPUs that are not, else the highest of its kind.
         reference_mhz = max(free_mhz or similar_mhz or [gpu.sm_clock_limit_mhz])
         # Epochs without a recorded clock count as no loss.
         slower = [1 - (one.sm_clock_mhz or reference_mhz) / reference_mhz if reference_mhz else 0.0 for one in history]
@@ -80,15 +77,15 @@ def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Se
     differences = [abs(after - before) for before, after in pairwise(fair_ms)]
     if late_ms - fast_ms < max(MIN_SIGNAL * median(differences), MIN_GAIN_PCT / 100 * median(epoch.step_ms for epoch in late)):
         return None
-
-    def longer_ms(phase: str) -> float:
-        return fmean(epoch.phases_ms.get(phase, 0.0) for epoch in late) - fmean(epoch.phases_ms.get(phase, 0.0) for epoch in fast)
-
+    longer_ms = {
+        phase: fmean(epoch.phases_ms.get(phase, 0.0) for epoch in late) - fmean(epoch.phases_ms.get(phase, 0.0) for epoch in fast)
+        for phase in late[-1].phases_ms
+    }
     return Growth(
         fast_ms=median(map(of, fast)),
         late_ms=median(map(of, late)),
         more_ms=max(0.0, fmean(of(epoch) - fast_ms / (1 - part) for epoch, part in zip(late, last_third(lost), strict=True))),
-        phase=max(late[-1].phases_ms, key=longer_ms, default=""),
+        phase=max(longer_ms, key=longer_ms.__getitem__, default=""),
     )
 
 

@@ -27,10 +27,9 @@ def straggler(e: Evidence) -> Cause | None:
 def _late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | None:
     """Find ranks whose own time, without waits for other ranks, is longer.
 
-    Ranks are sorted by it, and the widest gap, which must be at least 5% of a step, separates slow from fast ranks. Without the
-    slow ranks, work or supply shrinks by the difference between the slowest rank and the slowest fast one.
-    Healthy ranks that share cores are late in turn, sometimes for many steps in a row, so the difference must also exceed the
-    noise of the waits.
+    The widest gap in the sorted times, which must be at least 5% of a step, separates slow from fast ranks. Without the slow
+    ones, work or supply shrinks by the difference between the slowest rank and the slowest fast one. It must exceed the noise of
+    the waits, since healthy ranks that share cores are late in turn, sometimes for many steps in a row.
     """
     own_ms = [own(rank) for rank in e.ranks]
     order = sorted(range(e.num_workers), key=own_ms.__getitem__)

@@ -7,7 +7,7 @@ from service.doctor.causes import findings
 from service.doctor.evidence import MIN_GAIN_PCT, Evidence
 from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
-from service.report.labels import shares_text
+from service.report.labels import counted, shares_text
 from trainables.metrics.phases import ALL_PHASES
 
 HEALTHY = f"nothing to gain over {MIN_GAIN_PCT:g}%"
@@ -71,9 +71,9 @@ def others(best: Evidence, cases: Sequence[Recording]) -> list[str]:
     lines = []
     for part, trials in sorted(slower.items(), key=lambda item: -len(item[1])):
         extra_pct, worst = max(trials)
-        count = f"{len(trials)} other trial{'s' if len(trials) > 1 else ''}"
         more = f", most of the difference in {part}: up to {extra_pct:.0f}% more time per image ({worst})"
-        lines.append(count + (more if extra_pct >= 0.5 else f" with a typical step no slower than the best one's ({worst})"))
+        even = f" with a typical step no slower than the best one's ({worst})"
+        lines.append(counted(len(trials), "other trial") + (more if extra_pct >= 0.5 else even))
     return lines
 
 

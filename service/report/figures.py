@@ -1,4 +1,4 @@
-"""The figures of a sweep, as pure functions of its `trial_frame`: speed over each axis, phases, data waits, scaling, cost."""
+"""The figures of a sweep, as pure functions of its `trial_frame`: speed over each axis, phases, scaling, cost."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,7 +6,8 @@ import pandas as pd
 from plotly import express
 
 from service.report import labels as names
-from service.report.charts import GREY, MAX_SERIES, PHASE_COLORS, VERMILION, Figure, draw, mark_ticks, reference_line
+from service.report.charts import GREY, MAX_SERIES, PHASE_COLORS, Figure, draw, mark_ticks, reference_line
+from service.report.tables import WAIT
 from service.runs.result import TrialRow
 from trainables.metrics.phases import ALL_PHASES
 
@@ -54,33 +55,12 @@ def phases(frame: pd.DataFrame, what: str) -> Figure | None:
     if frame.empty:
         return None
     used = [f"{phase} ms" for phase in ALL_PHASES if frame[f"{phase} ms"].sum() > 0]
-    about = [name for name in (what, "point", "images/s", "batch") if name in frame]
+    about = [name for name in (what, "point", "images/s", WAIT, "batch") if name in frame]
     long = frame.melt(about, used, "phase", "ms/step").assign(phase=lambda long: long["phase"].str.removesuffix(" ms"))
     long["s per 1,000 images"] = long["ms/step"] / long["batch"]
     plot = draw(express.bar, long, what, "s per 1,000 images", "phase", colors=PHASE_COLORS, tips=[*about[1:], "ms/step"])
     caption = "Seconds per 1,000 images, stacked by phase; lower is faster."
     return Figure("phases", "Where a step's time goes", caption, plot, frame[[*about, *used, "step ms"]])
-
-
-def waits(frame: pd.DataFrame, what: str) -> Figure | None:
-    """Plot how long the steps of each trial wait for data: the mean, minimum, 95th percentile and maximum."""
-    frame = frame.dropna(subset="data max")
-    if frame.empty:
-        return None
-    mean, tips = frame["data ms"], ("point", "images/s", "data min", "data p95", "data max")
-    drawn = frame.assign(up=frame["data max"] - mean, down=mean - frame["data min"], series="mean, min to max")
-    plot = draw(express.scatter, drawn, what, "data ms", "series", tips=tips, error_y="up", error_y_minus="down")
-    plot.update_traces(error_y_color=GREY).update_yaxes(title_text="ms")
-    mark = {"color": VERMILION, "symbol": "line-ew-open", "size": 12}
-    plot.add_scatter(x=plot.data[0].x, y=frame["data p95"], mode="markers", name="95% of steps wait less", marker=mark)
-    return Figure(
-        "waits",
-        "Data wait, min to max",
-        f"Milliseconds that a step waits for images; a long bar means that the loader stalls now and then. "
-        f"The longest wait was {names.short(frame['data max'].max())} ms.",
-        plot,
-        frame[[what, "point", "data ms", "data min", "data p95", "data max", "data wait %", "images/s"]],
-    )
 
 
 def efficiency(frame: pd.DataFrame, best: TrialRow, unit: str) -> Figure | None:

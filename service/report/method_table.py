@@ -1,23 +1,20 @@
-"""Tabulate all methods, or describe one with its options. Both import torch."""
-
-from __future__ import annotations
+"""Tabulate all methods, or describe one with its options. Imports torch."""
 
 import inspect
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from service.report.table import Table
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
+from trainables.methods.contract import Method
 from trainables.methods.registry import available_methods, load_method
+from trainables.methods.select import SelectedMethod
 from trainables.user_code import option_key
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
-    from trainables.methods.contract import Method
 
 LOSS = "loss, added to task_weight·CE"
 STAGES = "pipeline stages"
@@ -63,8 +60,6 @@ def method_parts(name: str) -> Iterator[str | Table]:
 
 def in_stages(kind: type[Method]) -> str:
     """Say whether a method can train a student in pipeline stages."""
-    from trainables.methods.select import SelectedMethod
-
     if SelectedMethod("", kind, kind.Options.model_construct()).whole_student:
         return "no"
     return "one micro-batch" if kind.requires.whole_batch else "yes"

@@ -75,11 +75,13 @@ def sweep_sections(records: Records) -> Sections:
     }
     if best and (measured := by_speed(points)):
         frame = tables.trial_frame(result, measured)
-        ranked, keys = frame.rename(columns={"trial": BY_SPEED}), axes(points)
-        front = result.search.front if result.search else ()
+        keys, front = axes(points), result.search.front if result.search else ()
         sections |= {
             "Speed over each axis": [figures.over_axis(frame, keys, key, unit) for key in keys],
-            "Where the time goes": [figures.phases(ranked, BY_SPEED), figures.waits(ranked, BY_SPEED)],
+            "Where the time goes": [
+                tables.phase_table(best.metrics, f"A step of trial {best.id}"),
+                figures.phases(frame.rename(columns={"trial": BY_SPEED}), BY_SPEED),
+            ],
             "Scaling and cost": [figures.efficiency(frame, best, unit), figures.pareto(frame, unit, front)],
             "Accuracy and latency": [figures.accuracy_latency(frame)],
         }

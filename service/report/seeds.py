@@ -15,8 +15,6 @@ from service.report.winner import ranking_metric
 from service.runs.result import RunResult, TrialRow
 
 SEED = "seed"
-ROUNDING = 1e-12
-"""Differences smaller than this, relative to the numbers, are rounding errors."""
 CAPTION = (
     "Means ± standard deviations over seeds, and paired differences to {first} with Student's t-test; p is adjusted for all rows"
     " (Holm). A difference that is not significant may be chance; more seeds would tell."
@@ -42,12 +40,8 @@ def groups(result: RunResult) -> pd.DataFrame:
     by_seed = by_seed.reindex(list(dict.fromkeys(labels))).dropna(how="all")
     if by_seed.empty or by_seed.count(axis="columns").max() < 2:
         return pd.DataFrame()
-    others, scale = by_seed.iloc[1:] - by_seed.iloc[0], by_seed.abs().max(axis="columns")
-    tests = {
-        point: test
-        for point, differences in others.T.items()
-        if (test := paired_t_test(differences.dropna().tolist(), rounding=ROUNDING * max(1.0, scale[str(point)])))
-    }
+    others = by_seed.iloc[1:] - by_seed.iloc[0]
+    tests = {point: test for point, each in others.T.items() if (test := paired_t_test(each.dropna().tolist()))}
     found = by_seed.agg(["count", "mean", "std"], axis="columns").rename(columns={"count": "seeds"}).astype({"seeds": int})
     found["pairs"] = others.count(axis="columns")
     tested = pd.DataFrame(tests.values(), index=list(tests), columns=["difference", "half", "p"], dtype=float)

@@ -5,22 +5,23 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+ROUNDING = 1e-9
 LEVEL = 0.05
 """Probability that any difference in a table is called significant by chance; confidence intervals have level 1 - LEVEL."""
 
 
-def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> tuple[float, float, float] | None:
+def paired_t_test(differences: Sequence[float]) -> tuple[float, float, float] | None:
     """Run Student's t-test of differences against 0; None for fewer than two.
 
     Returns the mean, half the width of its confidence interval, and the two-sided p-value, which is NaN if all differences are
-    equal; those whose standard error is at most `rounding` count as equal.
+    equal but for rounding errors.
     """
     from scipy import stats  # takes half a second, and a table without seeds does not need it
 
     if len(differences) < 2:
         return None
     mean = float(np.mean(differences))
-    if float(stats.sem(differences)) <= rounding:
+    if np.ptp(differences) <= ROUNDING:
         return mean, 0.0, np.nan
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(1 - LEVEL)

@@ -60,7 +60,6 @@ def trial_frame(result: RunResult, rows: Sequence[TrialRow]) -> pd.DataFrame:
                 "num_workers": row.scale.num_workers,
                 "batch": row.scale.global_batch_size,
                 "latency ms": m.get("inference_ms"),
-                **{f"data {part}": m.get(f"phase/data_{part}_ms") for part in ("min", "p95", "max")},
                 **phase_ms(m),
             }
         )
@@ -129,8 +128,7 @@ def heat_table(records: Records) -> Table | None:
     ]
     caption = "Images/s; the stronger the color, the faster; ★ is the best trial."
     if any("–" in row for row in rows):
-        pending = any(row.status == "pending" for row in records.rows)
-        caption += " – has no result yet." if pending else " – was not tried."
+        caption += " – has no result."
     if extras := [key for key in keys if key not in SCALE_AXES]:
         caption += f" Each cell is the fastest over {', '.join(extras)}."
     heads = [names.axis(key, unit) for key in shown]

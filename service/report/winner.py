@@ -168,9 +168,7 @@ def command(run_dir: RunDir, log: RunLog, best: TrialRow) -> str:
     a comment asks the user to make.
     """
     is_copy, comment = uri_of(run_dir.root) is not None, ""
-    values = dict(best.params)
-    if best.scale.loader_workers != "auto":
-        values.setdefault(LOADER_WORKERS, best.scale.loader_workers)
+    values = {**best.params, LOADER_WORKERS: best.scale.loader_workers}
     experiment = read_resolved(run_dir.experiment, reading=True).experiment
     preparation = experiment.preparation
     if trained := [name for name in preparation if (log.is_complete(name) if is_copy else run_dir.stage(name).best.exists())]:

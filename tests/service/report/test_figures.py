@@ -10,7 +10,7 @@ import pytest
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.charts import PHASE_COLORS
-from service.report.figures import accuracy_latency, efficiency, over_axis, pareto, phases, waits
+from service.report.figures import accuracy_latency, efficiency, over_axis, pareto, phases
 from service.report.records import Records, axes, by_speed, records_of_run
 from service.report.tables import trial_frame
 from service.runs.result import TrialRow
@@ -45,13 +45,6 @@ def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> Non
 def test_each_phase_has_a_color_of_its_own() -> None:
     assert tuple(PHASE_COLORS) == ALL_PHASES
     assert len(set(PHASE_COLORS.values())) == len(ALL_PHASES)
-
-
-def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:
-    figure = shown(waits(trials(records), "trial"))
-    first, m = figure.traces[0], max(records.rows, key=lambda row: row.metrics["images_per_s"]).metrics
-    assert first["y"][0] + first["error_y"]["array"][0] == pytest.approx(m["phase/data_max_ms"])
-    assert first["y"][0] - first["error_y"]["arrayminus"][0] == pytest.approx(m["phase/data_min_ms"])
 
 
 def test_efficiency_is_speed_a_gpu_compared_with_the_fewest_gpus(records: Records) -> None:
@@ -91,9 +84,7 @@ def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
     assert axes(records.rows) == []
     assert efficiency(trials(records), records.best, "GPU") is None
     assert pareto(trials(records), "GPU") is None
-    untimed = trials(records).assign(**{"step ms": math.nan, "data max": math.nan})
-    assert phases(untimed, "trial") is None
-    assert waits(untimed, "trial") is None
+    assert phases(trials(records).assign(**{"step ms": math.nan}), "trial") is None
 
 
 def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_near_the_winners(records: Records) -> None:

@@ -58,7 +58,7 @@ def test_the_hangs_of_a_trials_repeated_measurements_are_on_the_page_as_in_the_t
 def test_one_trial_is_a_page(tmp_path: Path) -> None:
     parsed = page(sweep_dir(tmp_path / "s", {B: [64]}))
     assert "1 GPU × batch 64 × 2 loader workers" in parsed.text
-    assert titles(parsed) == ["phases", "waits", "utilization", "temperature", "clocks", "cpu"]
+    assert titles(parsed) == ["phases", "utilization", "temperature", "clocks", "cpu"]
 
 
 def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path) -> None:
@@ -67,7 +67,6 @@ def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path
         "speed-0",
         "speed-1",
         "phases",
-        "waits",
         "efficiency",
         "pareto",
         "accuracy",
