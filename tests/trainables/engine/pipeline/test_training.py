@@ -79,7 +79,6 @@ FAST = [
     pytest.param(3, 1, 2, "gpipe", {"optim": {"accumulate": 2}}, id="three stages"),
     pytest.param(2, 1, None, "1f1b", {"scale": {"cut": None}}, id="a cut found by timing"),
     pytest.param(2, 1, 2, "1f1b", {"data": {"device_augment": {"mixup": 0.3}, "last_batch": "drop"}}, id="mixup"),
-    pytest.param(2, 2, 1, "gpipe", {"optim": {"name": "adamw", "lr": 0.01, "nesterov": False}}, id="one micro-batch"),
 ]
 ALL = [
     pytest.param(stages, replicas, micro_batches, schedule, {"optim": {"accumulate": accumulate}}, id=f"{stages}x{replicas}")
@@ -89,7 +88,11 @@ ALL = [
     for schedule in ("1f1b", "gpipe")
     for accumulate in (1, 3)
 ]
-SLOW = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in ALL]
+OTHERS = [
+    *ALL,
+    pytest.param(2, 2, 1, "gpipe", {"optim": {"name": "adamw", "lr": 0.01, "nesterov": False}}, id="one micro-batch"),
+]
+SLOW = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in OTHERS]
 
 
 @pytest.mark.parametrize(("stages", "replicas", "micro_batches", "schedule", "sections"), [*FAST, *SLOW])
@@ -168,7 +171,7 @@ def train_until_killed(group: Group, settings: TrainConfig, rank: int, function:
     ("rank", "function", "step"),
     [
         pytest.param(1, "write_packed", 2, id="as one stage writes its shard"),
-        pytest.param(0, "write_packed", 2, id="between the shards and the file that names them"),
+        pytest.param(0, "write_packed", 2, id="between the shards and the file that names them", marks=pytest.mark.slow),
         pytest.param(0, "remove_shards", 4, id="before the earlier shards are removed"),
     ],
 )

@@ -153,7 +153,7 @@ def test_mixed_images_whose_augmentations_repeat_are_read_from_the_first_epochs(
     assert ran_for(train(Group(), settings(tmp_path, "job", epochs=3, teacher={"cache_epochs": 1}, data=MIXED))) == [1400, 0, 0]
 
 
-@pytest.mark.parametrize("method", ["kd", "rkd"])
+@pytest.mark.parametrize("method", ["kd", pytest.param("rkd", marks=pytest.mark.slow)])
 def test_several_teachers_are_cached_each_in_a_folder_of_its_own(tmp_path: Path, method: str) -> None:
     for seed in (11, 12):
         write_able_teacher(tmp_path / f"{seed}.safetensors", seed=seed)
