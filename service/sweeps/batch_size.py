@@ -6,8 +6,7 @@ best for the student, since it has to fit as well.
 """
 
 import contextlib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,13 +60,17 @@ def with_batch_size(resolved: Resolved, run_dir: RunDir, reporter: ResultReporte
             stored_session(run_dir, notice) as store,
             contextlib.closing(DriverLog(run_dir.events, store)) as log,
         ):
-            result = time_batches(resolved, run_dir, reporter, data, log)
+
+            def record(line: str) -> None:
+                log.record("notice", text=line)
+
+            result = time_batches(resolved, run_dir, reporter, data, record)
             use_copies_of(run_dir)  # the sweep has used its own
             delete(RunDir(run_dir.batch_size).stage(UNTRAINED_TEACHER).best)
             batch = choose(timings(result), result.tolerance)
             decided = resolved.override({GLOBAL_BATCH: batch}, TIMED)
             log.record("result", changes={"sources": decided.sources})
-            with recorded_notices(log):
+            with notices_to(record):
                 notice(describe(decided, batch, result, run_dir))
                 note_warmup(decided.experiment, data.train.num_images)
             write_text(run_dir.experiment, decided.to_yaml())
@@ -78,22 +81,18 @@ def with_batch_size(resolved: Resolved, run_dir: RunDir, reporter: ResultReporte
             raise
 
 
-def recorded_notices(log: DriverLog) -> AbstractContextManager[None]:
-    """Record the notices inside the context in a run's log."""
+def time_batches(
+    resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity, record: Callable[[str], None]
+) -> RunResult:
+    """Run the timing sweep of a training's run, or what is left of it. `record` writes a notice to the training's log.
 
-    def record(line: str) -> None:
-        log.record("notice", text=line)
-
-    return notices_to(record)
-
-
-def time_batches(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter, data: DataIdentity, log: DriverLog) -> RunResult:
-    """Run the timing sweep of a training's run, or what is left of it. `log` is the training's. Raises what `sweep` raises."""
+    Raises what `sweep` raises.
+    """
     sweep_dir = RunDir(run_dir.batch_size)
     fetch_records(sweep_dir.root)
     if not has_begun(sweep_dir.root):
         batches = batches_to_try(resolved, len(data.classes))
-        with recorded_notices(log):  # the run is in its object store from here on
+        with notices_to(record):  # the run is in its object store from here on
             notice(f"data.global_batch_size: auto: timing {', '.join(map(str, batches))} first")
         timing = timing_sweep(resolved, batches)
         begin_run(timing, "sweep", sweep_dir, runs_root_of(read_log(run_dir).result))
@@ -222,7 +221,7 @@ def describe(decided: Resolved, batch: int, result: RunResult, run_dir: RunDir) 
     optim, tried = decided.experiment.optim, timings(result)
     why = f"the smallest batch within {result.tolerance:.1%} of the most images/s"
     if tried[batch].problem:
-        why = f"the smallest one, since none leaves {SPARE_MEMORY:.0%} of a GPU's memory"
+        why = f"the smallest one, since none leaves {SPARE_MEMORY:.0%} of a GPU's memory free"
     listed = "; ".join(f"{each}: {timing}" for each, timing in tried.items())
     peak = peak_learning_rate(optim, batch)
     rate = f"stays {optim.lr:g}" if optim.lr_scaling == "none" else f"{optim.lr:g} becomes {peak:g}"

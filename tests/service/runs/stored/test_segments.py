@@ -193,7 +193,7 @@ def test_the_drivers_own_log_is_put_where_something_must_outlive_its_node(s3: S3
     log = DriverLog(tmp_path / "events.jsonl", drive(1))
     log.record("session_begun", tags={})
     assert log_there() == log.path.read_bytes()
-    log.record("notice", text="a line")
+    log.record("result", changes={})
     assert log_there() != log.path.read_bytes()
     log.record("session_ended", status="complete", reason="")
     assert log_there() == log.path.read_bytes()
