@@ -97,7 +97,8 @@ def parsed(line: Line, path: Path) -> Event | None:
 
 def _problem(record: Event) -> str:
     """Say what is wrong with the fields of an event of a known kind, or ""."""
-    for name, kind in {"time_ms": int, **FIELDS[record["kind"]]}.items():
+    names: dict[str, type] = {name: str for name in ("stage", "trial") if name in record}
+    for name, kind in {"time_ms": int, **names, **FIELDS[record["kind"]]}.items():
         accepted = (int, float) if kind is float else kind
         if not isinstance(record.get(name), accepted):
             return f"{record['kind']}.{name} must be {kind.__name__}, not {record.get(name)!r:.100}"

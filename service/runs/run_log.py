@@ -10,13 +10,23 @@ from pydantic import ValidationError
 from service.runs.event_log import log_lines
 from service.runs.events import Event, head, parsed
 from service.runs.measurements import combined
-from service.runs.outcome import Outcome
+from service.runs.outcome import Outcome, ResultPart
 from service.runs.result import RunResult, TrialRow, first_mistake, parse_result
 from trainables.errors import ExperimentError
 from trainables.rundir import Line, RunDir
 
 _NOT_IN_STAGE_ROW = {"steps_s", "ended_s", "measurements"}
 """Fields of an outcome that a stage's row does not have."""
+
+
+class _TrialId(ResultPart):
+    id: str
+
+
+class _Changes(ResultPart):
+    """What folding needs of a `result` event's changes. The rest is checked when the result is read."""
+
+    trials: list[_TrialId] | None = None
 
 
 class ResultFold:
@@ -35,7 +45,7 @@ class ResultFold:
         self._result: RunResult | None = None
 
     def take(self, event: Event) -> None:
-        """Apply the next event of the log."""
+        """Apply the next event of the log. Raises ValidationError: a field of its changes or outcome is damaged."""
         kind, time_ms = event["kind"], event["time_ms"]
         if kind != "session_begun":
             self.take_time(time_ms)
@@ -56,7 +66,7 @@ class ResultFold:
         elif kind == "stage_ended" and "/" not in event["stage"]:
             self._end_stage(event)
         elif kind == "trial_ended":
-            self._end_trial(event["trial"], Outcome.model_validate_json(json.dumps(event["outcome"])))
+            self._end_trial(event["trial"], _outcome(event))
         elif kind == "discarded":
             self._measured.pop(event.get("trial", ""), None)
             self._stages.pop(event.get("stage", ""), None)
@@ -70,6 +80,7 @@ class ResultFold:
         return self._seconds + (max(now_ms - self._began_ms, 0) / 1e3 if self._began_ms else 0.0)
 
     def _change(self, changes: dict[str, Any]) -> None:
+        _Changes.model_validate(changes)
         for row in changes.get("trials") or ():
             self.rows[row["id"]] = row
         self.fields |= {name: value for name, value in changes.items() if name != "trials"}
@@ -78,7 +89,8 @@ class ResultFold:
 
     def _end_stage(self, event: Event) -> None:
         before = self._stages.get(event["stage"])
-        if before and before["status"] == event["outcome"]["status"] == "ok":  # it was complete already: keep its times
+        status = _outcome(event).status
+        if before and before["status"] == status == "ok":  # it was complete already: keep its times
             return
         outcome = {name: value for name, value in event["outcome"].items() if name not in _NOT_IN_STAGE_ROW}
         about = {name: event.get(name) for name in ("stage", "model", "checkpoint")}
@@ -133,8 +145,9 @@ class RunLog:
             if (event := parsed(line, path)) is not None:
                 try:
                     self.fold.take(event)
-                except (KeyError, TypeError, ValueError) as error:
-                    problem = f"the line that ends at byte {line.end}: {event['kind']}.{_mistake(error)}"
+                except ValidationError as error:
+                    part = "outcome." if "outcome" in event else ""
+                    problem = f"the line that ends at byte {line.end}: {event['kind']}.{part}{first_mistake(error)}"
                     raise ExperimentError(f"{path} is damaged: {problem}: restore a copy, or start a new run") from error
                 if kind == "discarded":
                     self._lines.pop(stage, None)
@@ -163,11 +176,8 @@ class RunLog:
         return any(kind == "summary" for kind, _ in self.raw_of(stage))
 
 
-def _mistake(error: Exception) -> str:
-    """Name the field that is wrong in a damaged event, and say what it should be."""
-    if isinstance(error, ValidationError):
-        return f"outcome.{first_mistake(error)}"
-    return f"{error.args[0]}: missing" if isinstance(error, KeyError) else "trials: must be a list of rows"
+def _outcome(event: Event) -> Outcome:
+    return Outcome.model_validate_json(json.dumps(event["outcome"]))
 
 
 def checkpoint_names(events: Iterable[Event]) -> dict[str, str]:

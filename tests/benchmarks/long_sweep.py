@@ -3,8 +3,8 @@
     python -m tests.benchmarks.long_sweep [--trials N] [--minutes M] [--concurrent N] [--json FILE]
 
 Samples go to FILE as JSON lines while the sweep runs. It is ended after so many minutes. At the end a line for each process
-has what it held at the beginning and at the end, and its slope: a least-squares line over the samples after the tenth trial; and
-processes that the sweep has left behind are counted.
+has what it held at the beginning and at the end, and its slope: a least-squares line over the samples from the tenth trial to the
+last; the size of the log; and the number of processes that the sweep has left behind.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from service.runs.events import EventTail
 from tests.benchmarks.process import ROOT, environment
 from trainables.rundir import RunDir
 
-EVERY_S = 10.0
+EVERY_S = 5.0
 LEFT_AFTER_S = 20.0
 SETTLED = 10
 """Trials after which slopes are taken: until then modules are imported and pools are filled."""
@@ -154,10 +154,11 @@ def main() -> int:
                         sweep.terminate()  # not SIGINT, which a job in the background ignores
                         sweep.wait(300)
         print("\n".join(log.read_text(errors="replace").splitlines()[-12:]))
-        if ended:
-            print(f"{ended[-1]} of {args.trials} trials in {seconds[-1]:.0f} s, exit code {sweep.returncode}")
-        for line in slopes(samples[:-2], ended[:-2]):  # the last ones are of a sweep that ends
-            print(line)
+        if num_ended:
+            print(f"{num_ended} of {args.trials} trials in {seconds[-1]:.0f} s, exit code {sweep.returncode}")
+            in_trials = ended.index(num_ended)  # what follows the last trial, such as the page, grows with no trial
+            print("\n".join(slopes(samples[:in_trials], ended[:in_trials])))
+            print(f"the log: {RunDir(run).events.stat().st_size / num_ended:.0f} bytes per trial")
         print(left_behind(children))
     return 0
 

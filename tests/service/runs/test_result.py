@@ -12,7 +12,7 @@ import yaml
 from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH
 from service.config.sweep import SweepConfig
-from service.runs.events import event
+from service.runs.events import Event, event
 from service.runs.outcome import to_json
 from service.runs.result import write_result
 from service.sweeps.trials import plan_trials, rows_of
@@ -146,9 +146,10 @@ def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest
 @pytest.mark.parametrize(
     ("trials", "mistake"),
     [
-        (7, "trials: must be a list of rows"),
-        (["a"], "trials: must be a list of rows"),
-        ([{"status": "ok"}], "id: missing"),
+        (7, "trials: must be a list, not 7"),
+        (["a"], 'trials[0]: must be a section of keys, not "a"'),
+        ([{"id": "000"}, {"status": "ok"}], "trials[1].id: missing"),
+        ([{"id": ["000"]}], 'trials[0].id: must be text, not ["000"]'),
     ],
 )
 def test_rows_that_are_none_are_one_line_too(
@@ -158,15 +159,30 @@ def test_rows_that_are_none_are_one_line_too(
     spoil(run_dir, lambda r: r.update(trials=trials))
     code, _, err = run(capsys, "report", run_dir.root)
     assert code == 2
-    assert re.search(rf"is damaged: the line that ends at byte \d+: result\.{mistake}: restore a copy", err)
+    assert re.search(rf"is damaged: the line that ends at byte \d+: result\.{re.escape(mistake)}: restore a copy", err)
     assert len(err.splitlines()) == 1
 
 
-def test_an_end_of_a_trial_that_lacks_a_field_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ended", "mistake"),
+    [
+        (event("trial_ended", trial="000", outcome={"reason": "?"}), "trial_ended.outcome.status: missing"),
+        (event("stage_ended", "student", outcome={"reason": "?"}), "stage_ended.outcome.status: missing"),
+        (event("stage_ended", "student", outcome={"status": 1}), "stage_ended.outcome.status: must be ok, oom"),
+    ],
+)
+def test_an_outcome_with_a_wrong_field_is_named(ended: Event, mistake: str, tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", SPACE)
-    add(run_dir, event("trial_ended", trial="000", outcome={"reason": "?"}))
-    with pytest.raises(ExperimentError, match=r"ends at byte \d+: trial_ended\.outcome\.status: missing: restore a copy"):
+    add(run_dir, ended)
+    with pytest.raises(ExperimentError, match=rf"ends at byte \d+: {re.escape(mistake)}.*: restore a copy"):
         result_of(run_dir)
+
+
+def test_an_event_of_a_trial_without_a_name_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    add(run_dir, event("discarded") | {"trial": ["000"]})
+    assert result_of(run_dir).trials
+    assert "discarded.trial must be str, not ['000']" in caplog.text
 
 
 def test_a_run_of_another_format_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
