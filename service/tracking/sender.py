@@ -65,8 +65,8 @@ class _RemoteRun:
     """Offset in the log up to which the run is sent."""
     status: str = "RUNNING"
     tags: dict[str, str] = field(default_factory=dict)
-    params: set[str] = field(default_factory=set)
-    """Names of the parameters that it has."""
+    params: set[str] | None = field(default_factory=set)
+    """Names of the parameters that it has, or None once all were sent: in MLflow a parameter cannot change."""
     is_deleted: bool = False
 
 
@@ -165,8 +165,9 @@ class Sender:
 
         found, known = [], dict[str, _RemoteRun]()
         for run in get_results_from_paginated_fn(page, 1000):
-            info, tags, params = run.info, dict(run.data.tags), set(run.data.params)
+            info, tags = run.info, dict(run.data.tags)
             key, position = tags[KEY_TAG].removeprefix(f"{self._log_id}/"), self._offset_of(tags.get(POSITION_TAG, ""))
+            params = None if position else set(run.data.params)
             found.append(_RemoteRun(key, info.run_id, position, info.status, tags, params, info.lifecycle_stage != "active"))
         for each in sorted(found, key=lambda one: (one.is_deleted, -one.position)):
             if known.setdefault(each.key, each) is not each and not each.is_deleted:
@@ -235,16 +236,16 @@ class Sender:
 
     def _log(self, run: RunView, known: _RemoteRun) -> None:
         """Send the metrics, and the parameters and tags that the store lacks."""
-        params = {} if known.position else run.params()  # in MLflow a parameter cannot change
+        params = {} if known.params is None else run.params()
         rows: dict[str, list[Row]] = {
-            "params": [("params", item) for item in params.items() if item[0] not in known.params],
+            "params": [("params", item) for item in params.items() if item[0] not in (known.params or ())],
             "tags": [("tags", item) for item in run.tags.items() if known.tags.get(item[0]) != item[1]],
             "metrics": [("metrics", item.value) for item in run.items if item.kind == "metrics"],
         }
         while part := [row for kind, each in rows.items() for row in each[: MAX_ROWS_OF[kind]]]:
             self._log_part(known, part)
             rows = {kind: each[MAX_ROWS_OF[kind] :] for kind, each in rows.items()}
-        known.params, known.tags = known.params | params.keys(), dict(run.tags)
+        known.params, known.tags = None, dict(run.tags)
         run.items = deque(item for item in run.items if item.kind != "metrics")
 
     def _log_part(self, known: _RemoteRun, part: list[Row]) -> None:
