@@ -125,19 +125,20 @@ class Cluster:
         needed = reservation.min_workers or reservation.num_workers
         if workers >= needed or self.autoscaled:
             return None
+        if self.nodes and not workers and service is None:
+            largest = max(self.nodes, key=lambda node: (node.gpus * bool(reservation.gpus), node.cpus))
+            return f"1 {reservation.unit.removesuffix('s')} needs {reservation}; the largest node has {self._sizes(largest)}"
         actors = f" and {service.num_workers} actors of teacher.service of {service} each" if service else ""
-        unit = reservation.unit.removesuffix("s")
-        room = f"{self._nodes(reservation)} room for {'the actors and ' if service else ''}{_counted(workers, unit)}"
-        return f"{_counted(needed, unit)} of {reservation} each{actors} do not fit: {room}"
+        nodes = f"{_counted(len(self.nodes), 'node')} with {self._sizes(self)} in all {'have' if len(self.nodes) > 1 else 'has'}"
+        room = f"{nodes} room for {'the actors and ' if service else ''}{_counted(workers, reservation.unit.removesuffix('s'))}"
+        return f"{needed} {reservation.unit} of {reservation} each{actors} do not fit: {room}"
 
-    def _nodes(self, reservation: Reservation) -> str:
-        """Describe the largest node for a reservation, and the real cores behind a local Ray's CPUs."""
-        largest = max(self.nodes, key=lambda node: (node.gpus * bool(reservation.gpus), node.cpus), default=Node("", 0, 0))
-        cpus = _counted(largest.cpus, "CPU")
+    def _sizes(self, of: Node | Cluster) -> str:
+        """Describe the CPUs and GPUs of a node or cluster, and the real cores behind a local Ray's CPUs."""
+        cpus = _counted(of.cpus, "CPU")
         if self.real_cpus is not None and self.cpus > self.real_cpus:
             cpus = f"{_counted(self.real_cpus, 'core')} (counted as {cpus})"
-        sizes = f"{cpus} and {_counted(largest.gpus, 'GPU')}"
-        return f"{len(self.nodes)} nodes with at most {sizes} have" if len(self.nodes) > 1 else f"a node with {sizes} has"
+        return f"{cpus} and {_counted(of.gpus, 'GPU')}"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:
         """Return how many such jobs may run at a time, at most `limit`.

@@ -331,7 +331,7 @@ def test_more_than_this_machine_could_ever_hold_is_refused_before_ray_starts(ref
     shown = refuse("train", "digits", *sets("data.global_batch_size=1024", "scale.num_workers=512"))
     assert shown.startswith("512 workers of 2 CPUs each do not fit")
     assert shown.endswith("lower scale.num_workers or data.loader_workers")
-    assert "1 worker of 5001 CPUs each do not fit: a node with" in refuse("train", "digits", *sets("data.loader_workers=5000"))
+    assert "1 worker needs 5001 CPUs; the largest node has" in refuse("train", "digits", *sets("data.loader_workers=5000"))
 
 
 def test_a_gpu_where_there_is_none_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

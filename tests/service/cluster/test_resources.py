@@ -16,16 +16,16 @@ def test_a_worker_must_fit_on_one_node() -> None:
     assert two_small.refusal(Reservation(2, 3)) is None
     refusal = two_small.refusal(Reservation(1, 4))
     assert refusal is not None
-    assert refusal == "1 worker of 4 CPUs each do not fit: 2 nodes with at most 3 CPUs and 0 GPUs have room for 0 workers"
+    assert refusal == "1 worker needs 4 CPUs; the largest node has 3 CPUs and 0 GPUs"
     assert cluster((64, 0), (8, 1)).refusal(Reservation(1, 9, gpus=1)) == (
-        "1 worker of 9 CPUs and 1 GPU each do not fit: 2 nodes with at most 8 CPUs and 1 GPU have room for 0 workers"
+        "1 worker needs 9 CPUs and 1 GPU; the largest node has 8 CPUs and 1 GPU"
     )
 
 
 def test_of_a_ray_of_our_own_the_cores_are_named_and_not_only_what_they_count_as() -> None:
     refusal = cluster((8, 0), cores=2).refusal(Reservation(3, 4))
     assert refusal is not None
-    assert refusal.endswith("do not fit: a node with 2 cores (counted as 8 CPUs) and 0 GPUs has room for 2 workers")
+    assert refusal.endswith("do not fit: 1 node with 2 cores (counted as 8 CPUs) and 0 GPUs in all has room for 2 workers")
 
 
 def test_gpus_bound_workers_where_cpus_do_not() -> None:

@@ -322,7 +322,7 @@ def test_mistakes_in_the_command_are_reported_in_one_line(
 ) -> None:
     code, _, err = run(capsys, "pack", images, tmp_path / "packed", "--raw", "9", "--max-side", "9")
     assert code == 2
-    assert "--max-side and --raw: give one of them" in err
+    assert "--max-side excludes --raw: give one of them" in err
     code, _, err = run(capsys, "pack", tmp_path / "none", tmp_path / "packed")
     assert code == 2
     assert err.startswith(f"error: {tmp_path / 'none'} does not exist; give one of these layouts: CIFAR")
