@@ -21,7 +21,7 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.special import digamma
 
-from service.search.points import Array, Category, Hardware, Layout, Observation, Point, categories, relative_error
+from service.search.points import Array, Category, Hardware, Layout, Observation, Point, relative_error
 
 
 @dataclass(frozen=True)
@@ -214,34 +214,8 @@ class StepTime:
         unit_SP[0] = 0
         return np.asarray(self.mean_P + unit_SP @ np.linalg.cholesky(self.covariance_PP).T)
 
-    def predict(self, points: Sequence[Point]) -> Prediction:
-        """Seconds of a step, with the standard deviation that the parameters' uncertainty gives, and each part apart."""
-        layout = self.layout(points)
-        times, J_MP = step_times(self.mean_P, layout), self.slopes(layout)
-        return Prediction(times.step, times.step * np.sqrt(np.einsum("mp,pq,mq->m", J_MP, self.covariance_PP, J_MP)), times)
-
     def slopes(self, layout: Layout) -> Array:
         """Derivatives of the logarithm of a step's seconds by the parameters: MP."""
         nudges = 1e-4 * np.eye(len(self.mean_P))
         up, down = (np.log(step_times(self.mean_P + sign * nudges, layout).step) for sign in (1, -1))
         return np.asarray((up - down).T / 2e-4)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A forecast for M points."""
-
-    step_s: Array
-    step_sd_s: Array
-    times: Times
-
-
-def fit_step_times(points: Sequence[Point], observations: Sequence[Observation], hardware: Hardware) -> StepTime:
-    """The model fitted to the observations that are `ok`; to none: the prior.
-
-    Raises:
-        KeyError: a point without one of the three axes of every sweep.
-    """
-    prior = StepTime.prior(hardware, categories(points))
-    ok = [(p, one) for p, one in zip(points, observations, strict=True) if one.status == "ok" and len(one.steps_s)]
-    return prior.fitted(Measured.of(prior.layout([p for p, _ in ok]), [one for _, one in ok])) if ok else prior
