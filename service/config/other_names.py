@@ -3,6 +3,8 @@
 _ANSWERS = {
     # Our key, perhaps with a remark after a comma, or what to do instead → their names, in any section or dotted.
     "write it in the file, or give the base in place of the file": "base",
+    "student.model": "student.type",
+    "teacher.model": "teacher.type",
     "student.weights": "student.pretrained student.checkpoint",
     "teacher.weights": "pretrained teacher_weights teacher.checkpoint",
     "teachers.weights": "teachers.pretrained",
@@ -40,7 +42,7 @@ _ANSWERS = {
     "data.device_augment.random_erasing": "reprob",
     "data.path": "data_path data.root data.dir data.train dataset",
     "data.val_share": "val_split validation_split val_ratio val_fraction val_size",
-    "write data.labels: false": "unlabeled unlabelled",
+    "write data.labels: false": "unlabeled unlabelled data.unsupervised",
     "precision, which is fp32, bf16, fp16 or auto": "amp amp_dtype fp16 bf16 mixed_precision",
     "scale.num_workers": "devices gpus num_gpus nproc_per_node world_size",
     "scale.use_gpu": "accelerator device",
