@@ -29,6 +29,7 @@ THREADS = {
     "trainables/teachers/cache/publish.py": NOTHING,
     "trainables/teachers/service/actor.py": ONE_GPU,
     "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what the event loop has received
+    "trainables/worker/evaluation_actor.py": ONE_GPU,
     "trainables/worker/hangs/hang_watch.py": NOTHING,
     "trainables/worker/recorder.py": NOTHING,
 }

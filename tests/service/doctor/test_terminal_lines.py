@@ -203,7 +203,7 @@ def test_a_sweep_that_has_ended_without_a_timed_step_shows_what_became_of_it(
 def test_set_with_a_directory_and_what_is_neither_are_one_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "doctor", run_dir.root, "--set", "seed=1")
     assert code == 2
-    assert "--set: changes a recipe" in err
+    assert "--set: is for the timing run of a recipe; give the run's experiment.yaml" in err
     code, _, err = run(capsys, "doctor", "digitz")
     assert (code, err.count("\n")) == (2, 1)
     assert "did you mean digits?" in err
