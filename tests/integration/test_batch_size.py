@@ -11,7 +11,7 @@ from service.runs.run_log import read_log
 from tests.integration.conftest import Distill, kill, outcomes, records, result, wait_until
 from trainables.rundir import RunDir
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]  # Ray starts four times
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]  # it starts Ray four times
 
 
 def test_a_training_times_batches_first_and_a_killed_one_goes_on_with_those_that_are_left(distill: Distill) -> None:
