@@ -6,6 +6,7 @@ import pytest
 from service.commands.options import experiment_file
 from service.commands.runs import resume_run
 from service.config.experiment import load
+from service.runs.event_log import log_lines
 from service.runs.events import Event, event, first_event, to_line
 from service.runs.mlflow_view import MlflowView
 from service.runs.run_directory import check_writable, locked_run, reopen
@@ -113,9 +114,11 @@ def test_the_model_that_goes_to_mlflow_comes_from_the_store(s3: S3) -> None:
     folder = run_folder(URI)
     fetch_records(folder)
     view = MlflowView(RunDir(folder))
-    view.read()
-    (path,) = [item.value for item in view.runs["train"].items if item.kind == "model"]
-    assert view.checkpoint(path).read_bytes() == b"1"
+    for line in log_lines(folder / "events.jsonl"):
+        view.take(line)
+    ((checkpoint, registered),) = [item.value for item in view.runs["train"].items if item.kind == "model"]
+    assert checkpoint().read_bytes() == b"1"
+    assert registered is None
 
 
 def test_workers_do_not_begin_with_a_checkpoint_that_was_removed_from_the_store(s3: S3) -> None:
