@@ -8,10 +8,10 @@ import pytest
 from service.config.batch_size import TIMED
 from service.config.experiment import read_resolved
 from service.runs.run_log import read_log
-from tests.integration.conftest import Distill, kill, outcomes, records, result, wait_until
+from tests.integration.conftest import PATIENCE_S, Distill, kill, outcomes, records, result, wait_until
 from trainables.rundir import RunDir
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]  # it starts Ray four times
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1000)]  # it starts Ray four times
 
 
 def test_a_training_times_batches_first_and_a_killed_one_goes_on_with_those_that_are_left(distill: Distill) -> None:
@@ -25,8 +25,9 @@ def test_a_training_times_batches_first_and_a_killed_one_goes_on_with_those_that
     before = {trial: outcome.ended_s for trial, outcome in outcomes(sweep).items()}
     assert read_resolved(RunDir(run).experiment).experiment.data.global_batch_size == "auto"
 
-    output = distill.run("resume", run)
-    assert "note: data.global_batch_size: auto is " in output
+    command = distill.start("resume", run)
+    assert command.end(3 * PATIENCE_S) == 0, command.output  # the timings, the teacher and the student
+    assert "note: data.global_batch_size: auto is " in command.output
     assert before.items() <= {trial: outcome.each_measurement[0].ended_s for trial, outcome in outcomes(sweep).items()}.items()
     batch = read_resolved(RunDir(run).experiment).experiment.data.global_batch_size
     assert batch in (8, 16, 32)  # at most a sixteenth of the images
