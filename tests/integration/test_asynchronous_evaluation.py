@@ -17,7 +17,7 @@ from trainables.errors import CheckpointError
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
-STEPS, EPOCHS = 22, 12
+STEPS, EPOCHS = 22, 20
 SETS = ["student.model=convnet_small", f"optim.epochs={EPOCHS}", "train.log_every=1", "eval.asynchronous=true"]
 
 
@@ -34,9 +34,12 @@ def waits_for_evaluation(run: Path) -> bool:
     return bool(progress["evaluation_pending"]) and records(run, "step")[-1]["step"] == (progress["epoch"] + 1) * STEPS
 
 
-def stopped_evaluator(cluster: RayCluster, run: Path, command: Command) -> psutil.Process:
-    """The evaluator, which stands still while the training waits for it."""
-    (evaluator,) = wait_until(lambda: evaluators(cluster), "an evaluator", command)
+def stopped_evaluator(cluster: RayCluster, run: Path, command: Command, number: int) -> psutil.Process:
+    """The evaluator, the first or second of the run, which stands still while the training waits for it."""
+    log = RunDir(run).stage("student").log
+    started = "eval.asynchronous: one more worker of 2 CPU evaluates"
+    wait_until(lambda: log.exists() and log.read_text().count(started) == number, f"evaluator {number}", command)
+    (evaluator,) = evaluators(cluster)
     evaluator.suspend()
     wait_until(lambda: waits_for_evaluation(run), "an evaluation that is waited for", command)
     return evaluator
@@ -55,8 +58,8 @@ def test_an_evaluator_and_then_a_whole_run_that_are_killed_in_an_evaluation_chan
     command = distill.start(
         "train", distill.experiment, "--out", run, *(part for each in SETS for part in ("--set", each)), env=cluster.env
     )
-    kill([stopped_evaluator(cluster, run, command)])
-    evaluator = stopped_evaluator(cluster, run, command)
+    kill([stopped_evaluator(cluster, run, command, 1)])
+    evaluator = stopped_evaluator(cluster, run, command, 2)
     assert "eval.asynchronous: its worker has died" in RunDir(run).stage("student").log.read_text()
     driver = command.family()
     os.kill(command.process.pid, signal.SIGKILL)
