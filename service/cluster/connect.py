@@ -111,13 +111,26 @@ def _start_ray(logical_cpus: int) -> None:
         # Ray makes session folders world-writable: anyone who can write there can run code as the workers' user.
         folder = user_folder(session_base()) / "ray"
         make_token()
-        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **options)
+        host, port = "127.0.0.1", free_port()
+        # Ray Train asks for the state of its actors, by default the Ray of the last `ray start` on this machine: if that one was
+        # killed, the end of each worker group waits 10 s for it.
+        os.environ["RAY_API_SERVER_ADDRESS"] = f"http://{host}:{port}"
+        ray.init(address="local", num_cpus=cpus, dashboard_host=host, dashboard_port=port, _temp_dir=str(folder), **options)
         local_ray.watch_servers()
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # the job has brought its own code
         context = ray.init(runtime_env=None if in_job else packages(), **options)
         if not in_job and context.dashboard_url:  # `submit` has warned for a job
             warn_if_unauthenticated(f"http://{context.dashboard_url}")
+
+
+def free_port() -> int:
+    """Return the first free port for a dashboard, from Ray's own on."""
+    for port in range(8265, 8365):
+        with contextlib.suppress(OSError), socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+            return port
+    raise ClusterError("Ray's dashboard finds none of the ports 8265 to 8364 free: end what uses them")
 
 
 def _job_config() -> Any:

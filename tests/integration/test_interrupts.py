@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -128,6 +129,30 @@ def test_sigterm_after_ray_has_shut_down_is_still_an_interruption(tmp_path: Path
     words = [sys.executable, "-c", AFTER_RAY, str(tmp_path)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
+
+
+ASKS_FOR_STATE = """
+import sys
+from pathlib import Path
+import ray
+from ray.util.state import list_nodes
+from service.cluster.connect import connect
+
+with connect(1, Path(sys.argv[1])):
+    nodes = ray.get(ray.remote(list_nodes).remote(timeout=60))
+    print([node.node_id for node in nodes] == [node["NodeID"] for node in ray.nodes()])
+"""
+
+
+def test_rays_processes_know_their_own_ray_beside_the_address_of_one_that_was_killed(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="rd-", dir="/tmp") as base:  # a socket's path is short
+        stale = Path(base, "ray", "ray_current_cluster")
+        stale.parent.mkdir()
+        stale.write_text("192.0.2.2:6379")
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_TMPDIR": base}
+        words = [sys.executable, "-c", ASKS_FOR_STATE, str(tmp_path)]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
 @pytest.mark.slow
