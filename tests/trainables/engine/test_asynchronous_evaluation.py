@@ -46,7 +46,9 @@ class InThread:
         return self._rooms.pop(0) if len(self._rooms) > 1 else self._rooms[0]
 
     def begin(self, settings: TrainConfig, path: Path, step: int) -> None:
-        self._result = self._thread.submit(evaluate, settings, path, step)
+        # Built here: building seeds torch's generator, which the threads of a process share.
+        evaluation = CheckpointEvaluation(settings, torch.device("cpu"), Heartbeat())
+        self._result = self._thread.submit(evaluate, evaluation, path, step)
 
     def is_done(self, timeout_s: float = 0.0, beat: Callable[[], None] = lambda: None) -> bool:
         if self._result is None or not (timeout_s or self._at_once):
@@ -61,8 +63,7 @@ class InThread:
         return result.result()
 
 
-def evaluate(settings: TrainConfig, path: Path, step: int) -> Evaluation:
-    evaluation = CheckpointEvaluation(settings, torch.device("cpu"), Heartbeat())
+def evaluate(evaluation: CheckpointEvaluation, path: Path, step: int) -> Evaluation:
     with contextlib.closing(evaluation._loader):
         return evaluation(path, step)
 
