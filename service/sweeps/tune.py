@@ -126,5 +126,6 @@ def measure_points(
         lambda trial: f"group-{trial.config['group']}",
         search_alg=WorkerGroupSearcher(coordinator),
         num_samples=-1,  # the number of worker groups is open, as points may be measured again
+        reuse_actors=True,  # a group's process, whose start takes seconds, starts the next group too
         max_concurrent_trials=max_concurrent,
     )

@@ -3,6 +3,10 @@
 `tests/trainables/worker/test_ray_internals.py` checks each name with the installed Ray.
 """
 
+from typing import Any
+
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.exceptions import (
     RayTrainError,
     WorkerGroupStartupFailedError,
@@ -17,6 +21,7 @@ from ray.train.v2.api.exceptions import NCCLHangError
 __all__ = [
     "NCCLHangError",
     "RayTrainError",
+    "TrainerWithoutDatasets",
     "WorkerGroupCallback",
     "WorkerGroupStartupFailedError",
     "WorkerGroupStartupTimeoutError",
@@ -24,6 +29,13 @@ __all__ = [
     "is_preempted",
     "worker_group_module",
 ]
+
+
+class TrainerWithoutDatasets(TorchTrainer):  # type: ignore[misc]
+    """Starts no actor for Ray Data's sets, of which there are none: its start takes a second from that of each worker group."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, DatasetsCallback)]
 
 
 def is_preempted() -> bool:

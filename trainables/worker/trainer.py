@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import ray
 import ray.train
-import ray.train.torch
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.data.loader.malloc import REUSE_FREED_MEMORY
@@ -17,7 +16,7 @@ from trainables.worker import entry_points
 from trainables.worker.hangs.hang_watch import HangWatch
 from trainables.worker.process_group import ProcessGroup
 from trainables.worker.ray_failures import failures_in
-from trainables.worker.ray_internals import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+from trainables.worker.ray_internals import TrainerWithoutDatasets, WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from trainables.worker.recorder import RunRecorder
 from trainables.worker.reservation import NamedReservation, release, worker_resources
 
@@ -87,7 +86,7 @@ def fit(
     resources = worker_resources(config.scale, loader_workers, use_gpu=use_gpu)
     settings = {"config": config.model_dump(mode="json"), "recorder": recorder, "reused": reused}
     has_service = isinstance(config, TrainConfig) and bool(config.teacher_actors)
-    trainer = ray.train.torch.TorchTrainer(
+    trainer = TrainerWithoutDatasets(
         _entry_point(config, reused),
         train_loop_config=settings,
         torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo", timeout_s=config.scale.collective_timeout_s),

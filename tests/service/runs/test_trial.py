@@ -149,7 +149,7 @@ def test_a_gpu_that_cannot_be_used_is_begun_again_and_its_kind_is_device(tmp_pat
         unusable = DeviceError("node a: Ray has a GPU there that torch cannot use")
         raise ControllerError(ray.exceptions.RayTaskError("check_gpu", "", unusable))
 
-    monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda *_, **__: SimpleNamespace(fit=launch))
+    monkeypatch.setattr(trainer, "TrainerWithoutDatasets", lambda *_, **__: SimpleNamespace(fit=launch))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(NodeWait, "refusal", lambda *_: None)
     tree = {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"max_failures": 1}}

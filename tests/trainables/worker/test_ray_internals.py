@@ -22,6 +22,7 @@ from trainables.worker.ray_failures import failures_in, ray_failure
 from trainables.worker.ray_internals import (
     NCCLHangError,
     RayTrainError,
+    TrainerWithoutDatasets,
     WorkerGroupCallback,
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
@@ -53,6 +54,15 @@ def test_an_announced_end_is_known_to_the_worker_before_it_and_to_the_driver_aft
     died = ray.exceptions.RayActorError(preempted=True)
     for error in (died, WorkerHealthCheckFailedError("rank 1", died), ray.train.PreemptionError(info)):
         assert ray_failure(error, 1, "worker_died").kind == "preempted"
+
+
+def test_a_trainer_starts_no_actor_for_ray_datas_sets_and_keeps_all_other_callbacks() -> None:
+    run = ray.train.RunConfig(storage_path="/", name="run")
+    theirs, ours = (
+        [type(callback).__name__ for callback in trainer(print, run_config=run)._create_default_callbacks()]
+        for trainer in (ray.train.torch.TorchTrainer, TrainerWithoutDatasets)
+    )
+    assert [name for name in theirs if name not in ours] == ["DatasetsCallback"]
 
 
 def test_a_controller_error_has_its_failure_and_a_worker_group_error_those_of_its_workers() -> None:

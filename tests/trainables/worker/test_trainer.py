@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import ray
 import ray.train
-import ray.train.torch
 import torch
 
 from tests.trainables.jobs import config
 from trainables.failures import WorkersFailedError
+from trainables.worker import trainer
 from trainables.worker.recorder import RunRecorder
 from trainables.worker.trainer import fit, runtime_env
 
@@ -22,7 +22,7 @@ def test_a_worker_that_dies_while_its_training_is_launched_has_died(
     def launch() -> None:
         raise ray.train.ControllerError(lost)
 
-    monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda *_, **__: SimpleNamespace(fit=launch))
+    monkeypatch.setattr(trainer, "TrainerWithoutDatasets", lambda *_, **__: SimpleNamespace(fit=launch))
     with pytest.raises(WorkersFailedError) as ended:
         fit(
             config(tmp_path, teacher=None),
