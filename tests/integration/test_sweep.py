@@ -177,11 +177,12 @@ def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill, meas
 def test_a_point_of_a_guided_sweep_whose_workers_are_killed_has_its_restart_and_their_start(distill: Distill) -> None:
     run = distill.runs / "guided-deaths"
     space = "sweep.space={scale.num_workers: [2], data.global_batch_size: [32, 64, 128, 256], data.loader_workers: [1]}"
-    command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], space))
+    budget = "sweep.budget_grid_share=5"  # by default a start that takes long on a busy machine ends the search
+    command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], space, budget))
     wait_until(lambda: outcomes(run), "end of a measurement", command)
     kill(command.workers())  # which are at another point by now
     assert command.end() == 0, command.output
-    each = [one for row in result(run)["trials"] for one in row.get("measurements", [row]) if one["status"] != "untested"]
+    each = [one for row in result(run)["trials"] for one in row["measurements"] or [row] if one["status"] != "untested"]
     assert {one["status"] for one in each} == {"ok"}
     (restarted,) = [one for one in each if one["restarts"]]
     assert restarted["restarts"] == 1
