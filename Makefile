@@ -17,9 +17,10 @@ QUICK = nice -n 5 $(PYTEST) -m "not integration and not processes and not slow a
 PROCESSES = nice -n 5 $(PYTEST) -m "processes and not integration and not slow and not gpu"
 HALF = $(addprefix tests/trainables/,models data device metrics engine teachers distributed)
 
-# Three for two cores: the tests with Ray mostly wait. Not both halves of those with processes beside them from the beginning.
+# Three for two cores: the tests with Ray and processes-rest mostly wait, so they begin. Ray's, the longest, come first for the
+# processors. Not both halves of those with processes beside them.
 test: $(INSTALLED)
-	$(MAKE) $(PARALLEL) --jobs=3 test-ray processes-half quick-half quick-rest processes-rest lint
+	$(MAKE) $(PARALLEL) --jobs=3 test-ray processes-rest quick-half quick-rest processes-half lint
 
 # No Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)

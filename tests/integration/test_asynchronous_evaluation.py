@@ -73,6 +73,7 @@ def test_an_evaluator_and_then_a_whole_run_that_are_killed_in_an_evaluation_chan
     assert equal(*(checkpoint.read(RunDir(each).stage("student").best)[0] for each in (run, whole)))
 
 
+@pytest.mark.slow
 def test_a_cluster_without_room_for_an_evaluator_is_named_once_and_the_workers_evaluate(
     distill: Distill, cluster: RayCluster
 ) -> None:
