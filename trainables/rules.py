@@ -221,7 +221,7 @@ CLASHES = (
     ("eval.best=top1_pct", "features alone", ""),
     ("student.freeze", "!student.weights", ""),
     ("student.freeze", "data.labels=false", "without which there is no classifier to train"),
-    ("teacher", "teachers", "in which all of several stand"),
+    ("teacher", "teachers", "which lists all teachers"),
     (
         "teacher.weights_key, teacher.classes, teacher.image_size, teacher.mean, teacher.std, teacher.finetune, teacher.head",
         "!teacher.weights",

@@ -75,7 +75,7 @@ def sweep_sections(records: Records) -> Sections:
     }
     if best and (measured := by_speed(points)):
         frame = tables.trial_frame(result, measured)
-        keys, front = axes(points), result.search.front if result.search else ()
+        keys, front = axes(measured), result.search.front if result.search else ()
         sections |= {
             "Speed over each axis": [figures.over_axis(frame, keys, key, unit) for key in keys],
             "Where the time goes": [

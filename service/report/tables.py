@@ -202,7 +202,11 @@ STAGE_METRICS = (
 def stage_table(title: str, stages: Sequence[StageRow]) -> Table | None:
     """Tabulate the stages of a run."""
     rows = [
-        {"stage": stage.stage, "model": stage.model} | {names.label(name).head: stage.metrics.get(name) for name in STAGE_METRICS}
+        {
+            "stage": stage.stage,
+            "model": stage.model,
+            **{names.label(name).head: names.metric_cell(stage.metrics, name) for name in STAGE_METRICS if name in stage.metrics},
+        }
         for stage in stages
     ]
     frame = pd.DataFrame(rows).dropna(axis="columns", how="all")

@@ -40,7 +40,7 @@ from trainables.rundir import RunDir, write_text
 BUDGET_S = 300.0
 """Seconds of the workers that the timings may take, unless the experiment has `sweep.budget_gpu_h`."""
 TEACHER_STEPS = 8
-LITTLE_MEMORY = "too little memory left"
+NO_BATCH_FITS = "data.global_batch_size: auto finds no batch that fits: take smaller models, or more workers"
 STEPS_PER_EPOCH = 16
 """The least that a batch leaves of an epoch, unless it is the smallest: a training of a few large steps learns little."""
 
@@ -86,7 +86,7 @@ def time_batches(
 ) -> RunResult:
     """Run the timing sweep of a training's run, or what is left of it. `record` writes a notice to the training's log.
 
-    Raises what `sweep` raises.
+    Raises what `sweep` raises; TrainingError: no batch fits.
     """
     sweep_dir = RunDir(run_dir.batch_size)
     fetch_records(sweep_dir.root)
@@ -101,7 +101,13 @@ def time_batches(
         if result.status == "complete":
             return result
     then = time_teacher if "teacher" in timing.experiment.trained_before else None
-    return sweep(timing, sweep_dir, reporter, then=then)
+    try:
+        return sweep(timing, sweep_dir, reporter, then=then)
+    except TrainingError as error:
+        rows = read_log(sweep_dir).result.rows
+        if any(row.status == "oom" for row in rows) and all(row.status in ("oom", "untested") for row in rows):
+            raise TrainingError(NO_BATCH_FITS) from error
+        raise
 
 
 def batches_to_try(resolved: Resolved, num_classes: int) -> list[int]:
@@ -174,6 +180,8 @@ class Timing(NamedTuple):
     images_per_s: float = 0.0
     problem: str = ""
     """Why it is not taken, however fast it is."""
+    is_tight: bool = False
+    """Whether that is the little memory it leaves; it fits."""
 
     def __str__(self) -> str:
         speed = f"{self.images_per_s:,.{0 if self.images_per_s >= 100 else 1}f} images/s" if self.images_per_s else ""
@@ -187,7 +195,7 @@ def timings(result: RunResult) -> dict[int, Timing]:
     for row in result.rows:
         batch, seen = row.scale.global_batch_size, [observation(one) for one in measurements(row)]
         teacher = [one for timed, one in teacher_timings(result).items() if timed <= batch]
-        problem = ""
+        problem, is_tight = "", False
         if any(one.status == "oom" for one in seen):
             problem = "out of memory"
         elif batch not in step_s:
@@ -195,21 +203,21 @@ def timings(result: RunResult) -> dict[int, Timing]:
         elif any(one.status == "oom" for one in teacher):
             problem = "the teacher runs out of memory"
         elif not all(one.leaves_memory for one in (*seen, *teacher)):
-            problem = LITTLE_MEMORY
+            problem, is_tight = "too little memory left", True
         if seen:
-            found[batch] = Timing(batch / step_s[batch] if batch in step_s else 0.0, problem)
+            found[batch] = Timing(batch / step_s[batch] if batch in step_s else 0.0, problem, is_tight)
     return found
 
 
 def choose(timings: Mapping[int, Timing], tolerance: float) -> int:
     """The smallest batch that is within `tolerance` of the most images/s, among those that leave memory to spare.
 
-    If none does, it is the smallest that ran. Raises TrainingError: none did.
+    If none leaves memory, it is the smallest that ran. Raises TrainingError: none did.
     """
     speeds = {batch: one.images_per_s for batch, one in timings.items() if not one.problem}
-    tight = [batch for batch, one in timings.items() if one.problem == LITTLE_MEMORY]
+    tight = [batch for batch, one in timings.items() if one.is_tight]
     if not speeds and not tight:
-        raise TrainingError("data.global_batch_size: auto finds no batch that fits: take smaller models, or more workers")
+        raise TrainingError(NO_BATCH_FITS)
     fastest = max(speeds.values(), default=0.0)
     return min([batch for batch, speed in speeds.items() if speed * (1 + tolerance) >= fastest] or tight)
 

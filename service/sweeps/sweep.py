@@ -81,7 +81,8 @@ def check_driver_node(run_dir: RunDir) -> None:
 
         here = ray.get_runtime_context().get_node_id()
         if not any(HEAD in node["Resources"] for node in ray.nodes() if node["NodeID"] == here):
-            raise ClusterError(f"{uri}: the driver of a sweep in an object store must run on the head node: use `distill submit`")
+            what = "a sweep in an object store, such as that of data.global_batch_size: auto,"
+            raise ClusterError(f"{uri}: the driver of {what} must run on the head node: use `distill submit`")
 
 
 def run_trials(session: Session, trials: list[Trial], cluster: Cluster) -> None:

@@ -185,7 +185,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         (("scale.sync_batch_norm=true", "optim.accumulate=2"), "scale.sync_batch_norm does not go with optim.accumulate 2"),
         (("teacher.mean=[0.5, 0.5, 0.5]",), "teacher.mean needs teacher.weights"),
         (("teacher.cache_epochs=2",), "teacher.cache_epochs needs teacher.cache"),
-        (SEVERAL[1:], "teacher does not go with teachers, in which all of several stand: write teacher: null, or"),
+        (SEVERAL[1:], "teacher does not go with teachers, which lists all teachers: write teacher: null, or"),
         (
             ("teacher=null", "teachers=[{model: mlp_small, weights: x, cache: /c}, {model: mlp_small, weights: x}]"),
             "teachers: all see the same images: write the same cache and cache_epochs for each",

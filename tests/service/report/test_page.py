@@ -123,6 +123,25 @@ def test_the_page_of_500_trials_takes_5_mb_and_5_cpu_seconds(tmp_path: Path, wor
     assert f"All {500 * share:.0f} trials" in parsed.text
 
 
+def test_points_of_unlike_keys_are_a_page_while_some_of_them_wait(tmp_path: Path) -> None:
+    ends = {"000": {"params": {"seed": 1}}, "001": {"params": {"seed": 2}}, "002": PENDING, "003": PENDING}
+    parsed = page(sweep_dir(tmp_path / "s", {"seed": [1, 2], "optim.lr": [0.1, 0.2]}, status="running", ends=ends))
+    assert "Speed over each axis" in parsed.text
+    assert "pending" in parsed.text
+
+
+def test_the_seconds_of_an_epoch_that_was_not_whole_have_a_star(tmp_path: Path) -> None:
+    run_dir = train_dir(tmp_path / "t")
+    stages = [stage.model_dump(mode="json") for stage in result_of(run_dir).stages]
+    seconds = f"{stages[1]['metrics']['epoch_s']:.2f}"
+    assert f"{seconds}*" in page(run_dir).text
+    for stage in stages:
+        del stage["metrics"]["epoch_projected"]
+    change(run_dir, stages=stages)
+    assert f"{seconds}*" not in page(run_dir).text
+    assert seconds in page(run_dir).text
+
+
 def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> None:
     parsed = page(train_dir(tmp_path / "t"))
     assert "The student resnet8: " in parsed.text

@@ -18,6 +18,7 @@ from service.runs.run_directory import begin_run, check_same, has_begun
 from service.runs.teacher_cache import fill_cache
 from service.search.points import Observation
 from service.search.replay import replay
+from service.sweeps import batch_size
 from service.sweeps.batch_size import Timing, batches_to_try, choose, timing_sweep, timings, with_batch_size
 from service.sweeps.preflight import check_sweep
 from service.sweeps.trials import plan_trials
@@ -211,9 +212,14 @@ def test_a_kill_between_the_log_and_the_experiment_leaves_nothing_half_decided(t
     assert first.experiment == second.experiment == read_resolved(run_dir.experiment).experiment
 
 
-def test_a_run_without_a_batch_that_fits_has_failed(tmp_path: Path) -> None:
+def test_a_run_without_a_batch_that_fits_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, resolved = begun(tmp_path)
-    write_log(RunDir(run_dir.batch_size), rows.result([timed(8, status="oom")], status="complete"))
+    write_log(RunDir(run_dir.batch_size), rows.result([timed(8, status="oom"), timed(16, status="untested")], status="running"))
+
+    def sweep(*_: object, **__: object) -> None:
+        raise TrainingError("none of 2 trials measured images_per_s: see the table for reasons")
+
+    monkeypatch.setattr(batch_size, "sweep", sweep)
     with pytest.raises(TrainingError, match="auto finds no batch that fits"):
         decide(run_dir, resolved)
     result = result_of(run_dir)
