@@ -14,7 +14,10 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.errors import Interruption
 
 EXCHANGE_S = 5.0
-"""Seconds between exchanges, so that a request leads to a checkpoint within about ten seconds."""
+"""Seconds between exchanges, so that a request leads to a checkpoint within about ten seconds.
+
+With an evaluation beside training pending, the checkpoint is the one that it evaluates.
+"""
 LOG_S = 30.0
 """Log a line after this many seconds, even before `train.log_every` steps."""
 InterruptionRequest = Callable[[], Interruption | None]

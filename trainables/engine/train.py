@@ -238,7 +238,10 @@ def run_job(job: Job) -> dict[str, float]:
     log_why_no_noise_scale(job)
     job.report("start", progress.step, progress.epoch, start_numbers(job))
     if progress.evaluation_pending:  # its evaluator has ended with the earlier processes
-        report_evaluation(job, evaluate_epoch(job))
+        val = evaluate_epoch(job)
+        seconds = epoch_seconds(job)
+        progress.add_to_record(seconds)
+        report_evaluation(job, val, seconds["epoch/eval_s"])
     elif progress.epoch_record:  # the job may have died between an epoch's checkpoint and its record
         job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
@@ -428,10 +431,10 @@ def finish_epoch(job: Job) -> None:
         progress.add_to_record(epoch_seconds(job))
     with job.metrics.clock.part("checkpoint"):
         save(job, [job.stage.best, job.stage.last] if best else [job.stage.last])
-    if job.group.is_main and not progress.evaluation_pending:
-        log_epoch(job, val, best)
     progress.add_to_record(epoch_seconds(job))  # a checkpoint cannot hold how long it took itself
     if not progress.evaluation_pending:
+        if job.group.is_main:
+            log_epoch(job, val, best, progress.history[-1]["epoch/eval_s"])
         job.report("epoch", **progress.epoch_record)
 
 
@@ -463,11 +466,14 @@ def take_evaluation(job: Job) -> None:
     report_evaluation(job, found.val)
 
 
-def report_evaluation(job: Job, val: dict[str, float]) -> None:
-    """Report the last complete epoch with its evaluation. If it is the best so far, the next save copies `last` to `best`."""
+def report_evaluation(job: Job, val: dict[str, float], eval_s: float | None = None) -> None:
+    """Report the last complete epoch with its evaluation. If it is the best so far, the next save copies `last` to `best`.
+
+    For `eval_s` see `log_epoch`.
+    """
     job.last_is_best = add_evaluation(job, val)
     if job.group.is_main:
-        log_epoch(job, val, job.last_is_best)
+        log_epoch(job, val, job.last_is_best, eval_s)
     job.report("epoch", **job.progress.epoch_record)
 
 

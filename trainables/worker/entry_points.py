@@ -138,7 +138,9 @@ def _train(
         telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
         evaluator = None
         if config.eval.asynchronous and group.is_main:
-            evaluator = stack.enter_context(contextlib.closing(ActorEvaluator(resources_of(config, group))))
+            evaluator = stack.enter_context(
+                contextlib.closing(ActorEvaluator(resources_of(config, group), config.scale.hang_after_s))
+            )
         job = build(
             config,
             group,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch
@@ -23,7 +23,7 @@ from trainables.worker.torch_settings import set_up_torch
 log = logging.getLogger("raydistill")
 
 START_S = 60.0
-"""How long the actor may take to start."""
+"""How long the actor may take to start, while the workers wait; at most half of `scale.hang_after_s`."""
 SETTLING_S = 10.0
 """How long resources of an actor that has died may take to become free."""
 MAX_DEATHS = 3
@@ -57,8 +57,9 @@ class EvaluationActor:
 class ActorEvaluator:
     """An `Evaluator` on rank 0."""
 
-    def __init__(self, resources: Mapping[str, float]) -> None:
+    def __init__(self, resources: Mapping[str, float], hang_after_s: float | Literal["auto"] = "auto") -> None:
         """`resources`: those of a worker, by Ray's names."""
+        self._start_s = START_S if hang_after_s in ("auto", 0) else min(START_S, float(hang_after_s) / 2)
         self._resources, self._needs = resources, " and ".join(f"{number:g} {name}" for name, number in resources.items())
         self._actor: Any = None
         self._task: tuple[TrainConfig, Path, int]
@@ -80,11 +81,11 @@ class ActorEvaluator:
         cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0)
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 2}
         self._actor = ray.remote(EvaluationActor).options(**options).remote("cuda" if gpus else "cpu")
-        if self._is_moving(START_S):
+        if self._is_moving(self._start_s):
             return f"one more worker of {self._needs} evaluates while training continues"
         self._is_late = True
         self.close()
-        return f"no worker of {self._needs} has started in {START_S:g} s: the workers evaluate"
+        return f"no worker of {self._needs} has started in {self._start_s:g} s: the workers evaluate"
 
     def begin(self, config: TrainConfig, path: Path, step: int) -> None:
         """See `Evaluator`."""
@@ -125,7 +126,7 @@ class ActorEvaluator:
                 ray.kill(actor)
 
     def _is_moving(self, timeout_s: float) -> bool:
-        """Whether the actor answers in time, and has just made progress."""
+        """Whether the actor answers within `timeout_s`, and its last progress is less than twice as long ago."""
         try:
             return bool(ray.get(self._actor.quiet_s.remote(), timeout=timeout_s) < 2 * timeout_s)
         except ray.exceptions.RayError:
