@@ -131,7 +131,7 @@ def note_shared_images(data: DataConfig, train: Source, val: Source) -> None:
     """Say which sets of `data.more` have files that validate; a packed set has no names of files."""
 
     def files(path: str, source: Source) -> Iterator[Path]:
-        if path not in SOURCES and not source.has_checksums:
+        if path not in SOURCES and source.checksums_sha256() is None:
             root = Path(path).parent if Path(path).is_file() else Path(path)  # a list names files next to it
             yield from (root / source.name(index) for index in range(len(source)))
 

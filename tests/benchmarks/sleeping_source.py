@@ -22,9 +22,6 @@ class SleepingSource(Source):
     def name(self, index: int) -> str:
         return str(index)
 
-    def fingerprint(self) -> str:
-        return "sleeps"
-
     def read(self, index: int) -> NDArray[np.uint8]:
         time.sleep(_DECODE_S)
         return np.zeros((SIZE, SIZE, 3), dtype=np.uint8)

@@ -1,11 +1,12 @@
-"""Fingerprint the data of a stage, so that a resumed stage never trains silently on other data.
+"""Identify data, so that a resumed stage never trains silently on other data, and a cache never has outputs for other images.
 
-It needs no `stat` and no read per image: it hashes the labels and names of all images, or the checksums in a packed set's index,
-and the contents of the few images that `sampled_sha256` reads. In a large folder, a replaced file of the same name may go
-unnoticed.
+An identity needs no `stat` and no read per image: it hashes the labels and names of all images, or the checksums in a packed
+set's index, and the contents of the few images that `_sampled_sha256` reads. In a large folder, a replaced file of the same name
+may go unnoticed by a resumed stage; a cache's fingerprint hashes the sizes of all files too.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,9 +32,15 @@ def _split_identity(source: Source) -> SplitIdentity:
     return SplitIdentity(
         num_images=len(source),
         labels=hashlib.sha256(np.ascontiguousarray(source.labels_N, dtype=np.int64).data).hexdigest(),
-        order=" ".join("" if each.has_checksums else each.order_sha256() for each in source.sets),
-        contents=" ".join(each.fingerprint() if each.has_checksums else sampled_sha256(each).hex() for each in source.sets),
+        order=" ".join("" if each.checksums_sha256() else each.order_sha256() for each in source.sets),
+        contents=" ".join(each.checksums_sha256() or _sampled_sha256(each) for each in source.sets),
     )
+
+
+def fingerprint(source: Source) -> str:
+    """Hash a split's classes, its identity and the sizes of its files. Raises DataError if the disk or the network fails."""
+    identity, sizes = _split_identity(source), [each.sizes_sha256() for each in source.sets]
+    return hashlib.sha256(json.dumps([source.classes, identity.model_dump(), sizes]).encode()).hexdigest()
 
 
 def data_changes(before: DataIdentity, now: DataIdentity) -> list[str]:
@@ -81,7 +88,7 @@ def _class_changes(before: Sequence[str], now: Sequence[str]) -> str:
     return " and ".join(named) or "they are in another order"
 
 
-def sampled_sha256(source: Source) -> bytes:
+def _sampled_sha256(source: Source) -> str:
     """Hash the contents of SAMPLED evenly spread files, or of all if there are fewer; of an unreadable one, the reason.
 
     Training skips unreadable images. Raises DataError if the disk or the network fails.
@@ -96,4 +103,4 @@ def sampled_sha256(source: Source) -> bytes:
             raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None
         digest.update(b"%d\0" % len(content))
         digest.update(content)
-    return digest.digest()
+    return digest.hexdigest()

@@ -27,8 +27,6 @@ class Source(ABC):
     """The number of samples in each shard, in order; None for a source without shards. They sum to the source's length."""
     size: int | None = None
     """Height and width of all images if they are stored as pixels of one size, which `read_batch` reads faster; else None."""
-    has_checksums: bool = False
-    """Whether `fingerprint` hashes checksums from an index and reads no image."""
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -51,13 +49,20 @@ class Source(ABC):
     def read(self, index: int) -> Sample:
         """Read the stored sample. Raises UnreadableImageError if it is unreadable, OSError if the disk or network fails."""
 
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Hash the samples and their order: sources with equal fingerprints have the same image at each index."""
+    def checksums_sha256(self) -> str | None:
+        """Hash the checksums of all files from an index, without reading an image; None for a source without checksums."""
+        return None
 
     def order_sha256(self) -> str:
         """Hash the names of all samples, in order."""
         return sha256_of_names([self.name(index) for index in range(len(self))])
+
+    def sizes_sha256(self) -> str | None:
+        """Hash the sizes of all files and where the samples are in them; None for a source without files or with checksums.
+
+        It asks the disk for each file, which takes minutes for a million on a network disk. Raises DataError if that fails.
+        """
+        return None
 
     def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
         """Read the pixels of these samples into `out_RHWC`; only if `size` is set. Raises DataError as the source defines."""

@@ -34,9 +34,6 @@ class FirstOf(Source):
         self._all = open_source(DataConfig(), "val")
         self.classes, self.labels_N = self._all.classes, self._all.labels_N[:num_samples]
 
-    def fingerprint(self) -> str:
-        return f"{len(self)} of {self._all.fingerprint()}"
-
     def name(self, index: int) -> str:
         return self._all.name(index)
 

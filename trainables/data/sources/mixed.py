@@ -3,7 +3,6 @@
 Shapes: N samples of all sets, R samples of a read, H=W pixels, C=3 channels.
 """
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -56,9 +55,6 @@ class MixedSource(Source):
     def read(self, index: int) -> Sample:
         number, own = self._locate(index)
         return self._sets[number].read(own)
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(" ".join(each.fingerprint() for each in self._sets).encode()).hexdigest()
 
     def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
         for each, rows_R, own_R in self._by_set(indices_R):

@@ -33,7 +33,6 @@ class RecordsSource(Source):
     """
 
     shard_sizes: list[int]
-    has_checksums = True
 
     def __init__(self, root: Path, index: Index, split: Split, shards: ShardReader, labels: bool = True) -> None:
         self._opened_with = root, index, split, shards, labels
@@ -69,8 +68,7 @@ class RecordsSource(Source):
         path = self._shards.path(shard)
         return _name(path, row) or f"{path.name}[{row}]"
 
-    def fingerprint(self) -> str:
-        """Hash the checksums of the files: see `Source`."""
+    def checksums_sha256(self) -> str:
         files = (self._part.rows, *self._part.shards)
         return hashlib.sha256(f"{self._pixels} {[file.sha256 for file in files]}".encode()).hexdigest()
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from trainables.config import TrainConfig
+from trainables.data.identity import fingerprint
 from trainables.data.loader.loader import Loader
 from trainables.device.tensor_format import teacher_precision
 from trainables.distributed.group import Group, all_gather_results, broadcast_result
@@ -22,8 +23,8 @@ from trainables.teachers.network import fit
 from trainables.teachers.rows import RowFormat
 from trainables.user_code import option_key
 
-FORMAT = 4
-"""Raised whenever the same key would mean other numbers: pixels, augmentation, format of the columns."""
+FORMAT = 5
+"""Raised whenever the same key would mean other numbers: fingerprint, pixels, augmentation, format of the columns."""
 _PIXEL_KEYS = {"image_size", "augment", "min_crop_area", "device_augment", "fidelity", "val_resize"}
 """Keys of `data` that decide pixels, also those that are not used here: a key too many costs a teacher's run, one too few is
 wrong."""
@@ -57,7 +58,7 @@ def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageS
     """
 
     def read() -> tuple[str, str, tuple[int, str] | None]:
-        images = (len(loader.source), loader.source.fingerprint()) if group.local_rank == 0 else None
+        images = (len(loader.source), fingerprint(loader.source)) if group.local_rank == 0 else None
         return socket.gethostname(), loader.decoder, images
 
     ranks = all_gather_results(read, group)
@@ -74,8 +75,7 @@ def check_same_data(path: str, loader: Loader, group: Group, key: str) -> ImageS
             f"{key}: the workers decode JPEG by {' and '.join(decoders)}, which differ in a rounding: "
             "install the same libraries on all nodes"
         )
-    num_samples, fingerprint = first
-    return ImageSet(num_samples, fingerprint, decoders[0])
+    return ImageSet(*first, decoders[0])
 
 
 def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], row_format: RowFormat) -> dict[str, Any]:

@@ -51,9 +51,6 @@ class SlowSource(Source):
     def num_reads(self) -> int:
         return self._reads.value()
 
-    def fingerprint(self) -> str:
-        return f"{len(self)} of the same"
-
     def name(self, index: int) -> str:
         return str(index)
 

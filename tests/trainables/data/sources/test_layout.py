@@ -24,6 +24,7 @@ from tests.trainables.data.test_pack_readers import (
 )
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError
+from trainables.data.identity import fingerprint
 from trainables.data.loader.loader import Loader
 from trainables.data.source import check_placement, open_on_node, open_source
 from trainables.errors import DataError
@@ -111,19 +112,19 @@ def test_an_image_folder_is_read_as_one_whatever_lies_next_to_its_splits(make_fo
 
 
 def test_a_fingerprint_is_of_locations_labels_and_content(tmp_path: Path) -> None:
-    def fingerprint() -> str:
-        return open_source(DataConfig(path=str(root)), "train").fingerprint()
+    def found(folder: Path) -> str:
+        return fingerprint(open_source(DataConfig(path=str(folder)), "train"))
 
     root = tmp_path / "tars"
     write_webdataset(root)
-    before = fingerprint()
+    before = found(root)
     shutil.copytree(root, tmp_path / "copy")
-    assert open_source(DataConfig(path=str(tmp_path / "copy")), "train").fingerprint() == before
+    assert found(tmp_path / "copy") == before
     tar = root / "imagenet-train-000.tar"
     whole = tar.read_bytes()
     for old, new in ((JPEGS[0], JPEGS[0][:-9] + b"different"), (b"1\n", b"0\n")):
         tar.write_bytes(whole.replace(old, new))
-        assert fingerprint() != before
+        assert found(root) != before
 
 
 def test_a_stage_is_refused_as_for_a_folder(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.sources.shards import image_of, make_records
 from tests.waiting import wait_until
 from trainables.config import DataConfig
+from trainables.data.identity import fingerprint
 from trainables.data.index import INDEX, read_index
 from trainables.data.loader.loader import Loader
 from trainables.data.order import Order
@@ -144,6 +145,7 @@ def test_a_set_behind_a_uri_is_the_set_itself(packed: Path, node: Path) -> None:
             assert source.read(index) == image_of(split, index, SIZE)
         assert source.name(3) == f"{split}/3"
         assert source.labels_N.tolist() == [index % 2 for index in range(len(source))]
+        assert fingerprint(source) == fingerprint(open_source(DataConfig(path=str(packed)), split))
 
 
 def test_a_file_system_that_only_fsspec_knows_serves_too(packed: Path, node: Path) -> None:

@@ -41,7 +41,7 @@ def folder(root: Path, seed: int = 0) -> Path:
 
 
 def fingerprint(path: Path | str, **data: object) -> str:
-    return open_source(DataConfig.model_validate({"path": str(path), **data}), "train").fingerprint()
+    return identity.fingerprint(open_source(DataConfig.model_validate({"path": str(path), **data}), "train"))
 
 
 def test_a_folder_is_its_names_sizes_and_contents_wherever_it_lies(tmp_path: Path) -> None:
