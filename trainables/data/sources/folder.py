@@ -107,8 +107,8 @@ def has_train_folder(root: str) -> bool:
 
 
 def has_images(root: str) -> bool:
-    """Whether there are images in a folder, at any depth, or perhaps behind a link. Raises DataError: it cannot be read."""
-    waiting = [root]
+    """Whether a path is a folder with images, at any depth, or perhaps behind a link. Raises DataError: it cannot be read."""
+    waiting = [root] if os.path.isdir(root) else []
     while waiting:
         path = waiting.pop()
         listing = _list(path)

@@ -39,11 +39,9 @@ def matching_reader(root: Path, labels: bool = True) -> str | None:
     name = next(matching, None)
     if name == "Parquet" and describes_images(ParquetReader.files(root)[0]):
         name = next(matching, name if labels else None)
-    if name == LISTS and not labels and not ImageListReader.has_splits(root):  # notes about images look like a list too
-        name = IMAGE_FOLDER if root.is_dir() and has_images(str(root)) else name
-    if name is None and not labels and root.is_dir() and has_images(str(root)):
-        return IMAGE_FOLDER
-    return name
+    if labels or name not in (LISTS, None) or (name == LISTS and ImageListReader.has_splits(root)):
+        return name
+    return IMAGE_FOLDER if has_images(str(root)) else name  # notes about images look like a list too
 
 
 def nearby_layout_error(root: Path) -> DataError | None:
@@ -57,7 +55,7 @@ def nearby_layout_error(root: Path) -> DataError | None:
     for pattern, refuse in ((ARCHIVE, archive_error), (ARRAYS, arrays_error)):
         if found := [root] if root.is_file() and re.fullmatch(pattern, root.name) else files_below(root, pattern):
             return refuse(found[0])
-    if tables := files_below(root, r"(?i).+\.(csv|tsv)") if root.is_dir() and has_images(str(root)) else []:
+    if tables := files_below(root, r"(?i).+\.(csv|tsv)") if has_images(str(root)) else []:
         return DataError(
             f"{root} is of no known layout: if {tables[0]} is the list of its images, write path,label as its first line"
         )
