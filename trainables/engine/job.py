@@ -41,7 +41,10 @@ class Snapshot(Protocol):
 
 
 class Evaluator(Protocol):
-    """Runs `CheckpointEvaluation` in another process, for one checkpoint at a time."""
+    """Runs `CheckpointEvaluation` in another process, for one checkpoint at a time.
+
+    Its waits signal progress of the job: while it starts, and as long as the evaluation makes progress.
+    """
 
     def start(self) -> bool:
         """Return whether it runs, after starting it if there is room."""
@@ -49,10 +52,10 @@ class Evaluator(Protocol):
     def begin(self, config: TrainConfig, path: Path, step: int) -> None:
         """Begin to evaluate the checkpoint of `step` at `path`, which stays there until `is_done`."""
 
-    def is_done(self, timeout_s: float = 0.0, beat: Callable[[], None] = lambda: None) -> bool:
+    def is_done(self, timeout_s: float = 0.0) -> bool:
         """Return whether the evaluation that has begun has ended, after waiting for at most `timeout_s`.
 
-        Calls `beat` if it has made progress meanwhile. Raises EvaluatorDiedError: it has died, and there is no room for another.
+        Raises EvaluatorDiedError: it has died, and there is no room for another.
         """
 
     def result(self) -> Evaluation:

@@ -100,13 +100,14 @@ def epoch_numbers(
     return learned, {f"epoch/{name}": value for name, value in (throughput(job) | telemetry).items()}
 
 
-def log_epoch(job: Job, val: dict[str, float], best: bool, eval_s: float | None = None) -> None:
-    """Log the last complete epoch. `eval_s` is how long the workers evaluated; None: an evaluator did beside them."""
+def log_epoch(job: Job, val: dict[str, float], best: bool, eval_s: float | None) -> None:
+    """Log an epoch's evaluation, which took training `eval_s`; None if it ran while training continued."""
     progress, config = job.progress, job.config
     result = "not evaluated"
     if val:
         numbers = "  ".join(text.format(val[name]) for name, text in _LOG_FORMATS.items() if name in val)
-        result = f"val {numbers}  ({val['num_images']:.0f} images{'' if eval_s is None else f', {eval_s:.1f} s'})"
+        seconds = "" if eval_s is None else f", {eval_s:.1f} s"
+        result = f"val {numbers}  ({val['num_images']:.0f} images{seconds})"
     log.info("%s epoch %d/%d: %s%s", config.stage, progress.epoch, job.epochs.num, result, "  best" if best else "")
     if progress.reached:
         log.info(

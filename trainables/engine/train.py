@@ -238,10 +238,7 @@ def run_job(job: Job) -> dict[str, float]:
     log_why_no_noise_scale(job)
     job.report("start", progress.step, progress.epoch, start_numbers(job))
     if progress.evaluation_pending:  # its evaluator has ended with the earlier processes
-        val = evaluate_epoch(job)
-        seconds = epoch_seconds(job)
-        progress.add_to_record(seconds)
-        report_evaluation(job, val, seconds["epoch/eval_s"])
+        report_evaluation(job, *evaluate_epoch(job))
     elif progress.epoch_record:  # the job may have died between an epoch's checkpoint and its record
         job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
@@ -421,21 +418,18 @@ def finish_epoch(job: Job) -> None:
         take_evaluation(job)
     trained, num_skipped = end_training(job)
     telemetry = job.telemetry()  # taken before the evaluation, whose load is different
-    val, best, is_due = {}, False, is_evaluated(job)
+    val, eval_s, best, is_due = dict[str, float](), None, False, is_evaluated(job)
     seconds = epoch_seconds(job)
     progress.record_epoch(*epoch_numbers(job, trained=trained, telemetry=telemetry, num_skipped=num_skipped, seconds=seconds))
     progress.evaluation_pending = is_due and hands_over(job)
     if is_due and not progress.evaluation_pending:
-        val = evaluate_epoch(job)
+        val, eval_s = evaluate_epoch(job)
         best = add_evaluation(job, val)
-        progress.add_to_record(epoch_seconds(job))
     with job.metrics.clock.part("checkpoint"):
         save(job, [job.stage.best, job.stage.last] if best else [job.stage.last])
     progress.add_to_record(epoch_seconds(job))  # a checkpoint cannot hold how long it took itself
     if not progress.evaluation_pending:
-        if job.group.is_main:
-            log_epoch(job, val, best, progress.history[-1]["epoch/eval_s"])
-        job.report("epoch", **progress.epoch_record)
+        report_epoch(job, val, best, eval_s)
 
 
 def hands_over(job: Job) -> bool:
@@ -457,8 +451,7 @@ def take_evaluation(job: Job) -> None:
     """
     with job.metrics.clock.part("eval"):
         job.disk.wait()  # it begins once its checkpoint is written
-        beat = job.metrics.heartbeat.beat
-        while not gather_objects(job.evaluator is not None and job.evaluator.is_done(1.0, beat), job.group)[0]:
+        while not gather_objects(job.evaluator is not None and job.evaluator.is_done(1.0), job.group)[0]:
             pass
         found = broadcast_result(lambda: job.evaluator.result() if job.evaluator is not None else None, job.group)
     assert found is not None
@@ -467,13 +460,15 @@ def take_evaluation(job: Job) -> None:
 
 
 def report_evaluation(job: Job, val: dict[str, float], eval_s: float | None = None) -> None:
-    """Report the last complete epoch with its evaluation. If it is the best so far, the next save copies `last` to `best`.
-
-    For `eval_s` see `log_epoch`.
-    """
+    """Report the last complete epoch with its evaluation. If it is the best so far, the next save copies `last` to `best`."""
     job.last_is_best = add_evaluation(job, val)
+    report_epoch(job, val, job.last_is_best, eval_s)
+
+
+def report_epoch(job: Job, val: dict[str, float], best: bool, eval_s: float | None) -> None:
+    """Log and report the last complete epoch. `eval_s`: see `log_epoch`."""
     if job.group.is_main:
-        log_epoch(job, val, job.last_is_best, eval_s)
+        log_epoch(job, val, best, eval_s)
     job.report("epoch", **job.progress.epoch_record)
 
 
@@ -534,8 +529,11 @@ def is_evaluated(job: Job) -> bool:
     return not job.config.init_stage and (job.progress.epoch % job.config.train.evaluate_every == 0 or is_last_epoch(job))
 
 
-def evaluate_epoch(job: Job) -> dict[str, float]:
-    """Run `evaluate` or `BackboneEvaluation` on all workers, see `evaluate_averaged`."""
+def evaluate_epoch(job: Job) -> tuple[dict[str, float], float]:
+    """Run `evaluate` or `BackboneEvaluation` on all workers, see `evaluate_averaged`; also return its seconds.
+
+    The seconds are added to the epoch's record.
+    """
     state, heartbeat, epoch = job.train_state, job.metrics.heartbeat, job.progress.epoch
     is_last = is_last_epoch(job)
 
@@ -546,7 +544,10 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
         return evaluate(job.student, batches, job.logits, job.group, state.group)
 
     with job.metrics.clock.part("eval"):
-        return evaluate_averaged(measure, state.average)
+        val = evaluate_averaged(measure, state.average)
+    seconds = epoch_seconds(job)
+    job.progress.add_to_record(seconds)
+    return val, seconds["epoch/eval_s"]
 
 
 def is_last_epoch(job: Job) -> bool:

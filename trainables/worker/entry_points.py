@@ -37,7 +37,7 @@ from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult
 from trainables.teachers.cache.fill import fill, sequential
 from trainables.worker.actor_connection import ActorConnection
-from trainables.worker.evaluation_actor import ActorEvaluator
+from trainables.worker.evaluation_actor import RemoteEvaluator
 from trainables.worker.interruption_requests import InterruptionRequests
 from trainables.worker.node_telemetry import node_telemetry
 from trainables.worker.process_group import current_group
@@ -138,9 +138,8 @@ def _train(
         telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
         evaluator = None
         if config.eval.asynchronous and group.is_main:
-            evaluator = stack.enter_context(
-                contextlib.closing(ActorEvaluator(resources_of(config, group), config.scale.hang_after_s))
-            )
+            evaluator = RemoteEvaluator(resources_of(config, group), heartbeat.beat)
+            stack.callback(evaluator.close)
         job = build(
             config,
             group,

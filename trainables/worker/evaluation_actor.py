@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 import torch
@@ -23,7 +23,7 @@ from trainables.worker.torch_settings import set_up_torch
 log = logging.getLogger("raydistill")
 
 START_S = 60.0
-"""How long the actor may take to start, while the workers wait; at most half of `scale.hang_after_s`."""
+"""How long the actor may take to start, while the workers wait."""
 SETTLING_S = 10.0
 """How long resources of an actor that has died may take to become free."""
 MAX_DEATHS = 3
@@ -54,16 +54,17 @@ class EvaluationActor:
         return self._heartbeat.position().quiet_s
 
 
-class ActorEvaluator:
-    """An `Evaluator` on rank 0."""
+class RemoteEvaluator:
+    """An `Evaluator` on rank 0, whose `EvaluationActor` Ray places."""
 
-    def __init__(self, resources: Mapping[str, float], hang_after_s: float | Literal["auto"] = "auto") -> None:
-        """`resources`: those of a worker, by Ray's names."""
-        self._start_s = START_S if hang_after_s in ("auto", 0) else min(START_S, float(hang_after_s) / 2)
+    def __init__(self, resources: Mapping[str, float], beat: Callable[[], None]) -> None:
+        """`resources`: those of a worker, by Ray's names; `beat`: signals progress of the job."""
+        self._beat = beat
         self._resources, self._needs = resources, " and ".join(f"{number:g} {name}" for name, number in resources.items())
         self._actor: Any = None
         self._task: tuple[TrainConfig, Path, int]
         self._answer: Any = None
+        self._result: Evaluation | Exception | None = None
         self._num_deaths = 0
         self._is_late = False
         self._said: str | None = None
@@ -81,42 +82,51 @@ class ActorEvaluator:
         cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0)
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 2}
         self._actor = ray.remote(EvaluationActor).options(**options).remote("cuda" if gpus else "cpu")
-        if self._is_moving(self._start_s):
+        if self._has_started():
             return f"one more worker of {self._needs} evaluates while training continues"
         self._is_late = True
         self.close()
-        return f"no worker of {self._needs} has started in {self._start_s:g} s: the workers evaluate"
+        return f"no worker of {self._needs} has started in {START_S:g} s: the workers evaluate"
+
+    def _has_started(self) -> bool:
+        """Whether the actor has started, after waiting for at most `START_S`."""
+        answer, until_s = self._actor.quiet_s.remote(), time.monotonic() + START_S
+        while not ray.wait([answer], timeout=1.0)[0] and time.monotonic() < until_s:
+            self._beat()
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(answer, timeout=0)
+            return True
+        return False
 
     def begin(self, config: TrainConfig, path: Path, step: int) -> None:
         """See `Evaluator`."""
         self._task, self._num_deaths = (config, path, step), 0
         self._answer = self._actor.evaluate.remote(*self._task)
 
-    def is_done(self, timeout_s: float = 0.0, beat: Callable[[], None] = lambda: None) -> bool:
+    def is_done(self, timeout_s: float = 0.0) -> bool:
         """See `Evaluator`. An actor that has died is replaced, and the evaluation begins again."""
         if self._answer is None:
-            return False
+            return self._result is not None
         if not ray.wait([self._answer], timeout=timeout_s)[0]:
-            if timeout_s and self._is_moving(timeout_s):
-                beat()
+            if timeout_s and self._makes_progress(timeout_s):
+                self._beat()
             return False
+        answer, self._answer = self._answer, None
         try:
-            ray.get(self._answer)
-        except ray.exceptions.RayTaskError:  # see `result`
-            return True
+            self._result = ray.get(answer)
+        except ray.exceptions.RayTaskError as error:
+            self._result = error.cause
         except ray.exceptions.RayError as error:
             self._replace(error)
-            return False
-        return True
+        return self._result is not None
 
     def result(self) -> Evaluation:
         """See `Evaluator`."""
-        answer, self._answer = self._answer, None
-        try:
-            found: Evaluation = ray.get(answer)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        return found
+        result, self._result = self._result, None
+        if isinstance(result, Evaluation):
+            return result
+        assert result is not None
+        raise result
 
     def close(self) -> None:
         """End the actor."""
@@ -125,8 +135,8 @@ class ActorEvaluator:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
 
-    def _is_moving(self, timeout_s: float) -> bool:
-        """Whether the actor answers within `timeout_s`, and its last progress is less than twice as long ago."""
+    def _makes_progress(self, timeout_s: float) -> bool:
+        """Whether the actor answers within `timeout_s`, and its evaluation has made progress in the last `2 * timeout_s`."""
         try:
             return bool(ray.get(self._actor.quiet_s.remote(), timeout=timeout_s) < 2 * timeout_s)
         except ray.exceptions.RayError:
@@ -139,6 +149,7 @@ class ActorEvaluator:
         self._say(f"its worker has died ({type(error).__name__}): beginning again")
         until_s = time.monotonic() + SETTLING_S
         while not has_room(self._resources) and time.monotonic() < until_s:
+            self._beat()
             time.sleep(0.5)
         if self._num_deaths == MAX_DEATHS or not self.start():
             how = f"{MAX_DEATHS} times in one evaluation" if self._num_deaths == MAX_DEATHS else "and has no room any more"

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -50,11 +50,10 @@ class InThread:
         evaluation = CheckpointEvaluation(settings, torch.device("cpu"), Heartbeat())
         self._result = self._thread.submit(evaluate, evaluation, path, step)
 
-    def is_done(self, timeout_s: float = 0.0, beat: Callable[[], None] = lambda: None) -> bool:
+    def is_done(self, timeout_s: float = 0.0) -> bool:
         if self._result is None or not (timeout_s or self._at_once):
             return False
         self._result.exception()
-        beat()
         return True
 
     def result(self) -> Evaluation:
@@ -132,6 +131,20 @@ def test_a_job_that_dies_anywhere_records_and_keeps_the_same(tmp_path: Path, eva
         assert epochs(died, ended) == epochs(whole)
         assert equal(ended["state"], whole["state"])
         assert equal(*(best(tmp_path / name)[0] for name in ("whole", str(die_after))))
+
+
+def test_seconds_of_an_evaluation_are_those_that_the_workers_spend_on_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "raydistill")
+    settings = job(tmp_path, asynchronous=True, model="mlp_small", optim={"epochs": 3})
+    died = train(Group(), settings, 1 + 3 + 1, AT_THE_END)  # the start, the log lines of one epoch, and one of the next
+    assert died["progress"].evaluation_pending
+    assert died["progress"].history[0]["epoch/eval_s"] == 0
+    resumed = train(Group(), settings, None, AT_THE_END)  # the workers evaluate the first epoch, and the last
+    assert resumed["progress"].history[0]["epoch/eval_s"] > 0
+    lines = [line for line in caplog.messages if "student epoch " in line]
+    assert [", " in line[line.index(" images") :] for line in lines] == [True, False, True]
 
 
 def test_a_job_that_dies_in_any_of_its_writes_keeps_the_same(tmp_path: Path) -> None:
