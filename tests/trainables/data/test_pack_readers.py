@@ -526,7 +526,20 @@ def test_the_parquet_columns_that_are_chosen_of_several_are_notices(tmp_path: Pa
         pq.write_table(table, tmp_path / "pq" / f"{file}.parquet")
     lines = noticed(shutil.copytree(tmp_path / "pq", tmp_path / "plain"))
     assert "Parquet: the column fine_label is the class; not used: coarse_label" in lines
-    assert "Parquet: the column thumb is the image; not used: image" in lines
+    assert "Parquet: the column image is the image; not used: thumb" in lines
+
+
+def test_parquets_image_is_the_column_of_that_name_whatever_the_order_and_none_is_guessed(tmp_path: Path) -> None:
+    (tmp_path / "pq").mkdir()
+    columns = {"mask": JPEGS[:2], "img": JPEGS[2:4], "label": [0, 1]}
+    for features in ({}, {name: {"_type": "Image"} for name in ("mask", "img")}):
+        table = pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        for file in ("train", "val"):
+            pq.write_table(table, tmp_path / "pq" / f"{file}.parquet")
+        assert contents(packed(tmp_path / "pq")[0]) == JPEGS[2:4]
+        for file in ("train", "val"):
+            pq.write_table(table.rename_columns(["mask", "scan", "label"]), tmp_path / "pq" / f"{file}.parquet")
+        assert "has 2 columns of images, mask, scan: name the right one image" in refusal(tmp_path / "pq")
 
 
 def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> None:

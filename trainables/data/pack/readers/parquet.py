@@ -12,11 +12,13 @@ from trainables.data.decode import UnreadableImageError
 from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import not_readable
 from trainables.data.pack.layout_reader import LABEL_FIELDS, Label, LayoutReader, files_below
-from trainables.errors import DataError, first_line, printable
+from trainables.errors import DataError, first_line, first_three, printable
 from trainables.notices import notice
 
 _TEXT = ("string", "large_string", "string_view")
 _BYTES = ("binary", "large_binary", "binary_view")
+_IMAGE_FIELDS = ("image", "img", "images", "image_bytes", "jpg", "jpeg", "png", "webp")
+"""Names of the column that is the image where others have bytes too, such as masks, in order of preference."""
 
 
 class ParquetReader(LayoutReader):
@@ -99,7 +101,11 @@ def _columns(path: Path, schema: Any, labels: bool) -> tuple[str, str, tuple[str
 
     def chosen(what: str, kind: str, usual: list[str], advice: str, *, required: bool) -> str:
         declared = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
-        first, *others = [name for name in declared if kind == "ClassLabel" or name in usual] or usual or [""]
+        found: list[str] = [name for name in declared if kind == "ClassLabel" or name in usual] or usual
+        named = [name for name in _IMAGE_FIELDS if name in found] if kind == "Image" else found
+        if len(found) > 1 and not named:
+            raise DataError(f"{path} has {len(found)} columns of images, {first_three(found)}: name the right one image")
+        first, *others = list(dict.fromkeys([*named, *found])) or [""]
         if required and not first:
             raise DataError(f"{path} has no {advice}")
         if required and others:
