@@ -29,6 +29,8 @@ class Candidate(NamedTuple):
     tensors: Mapping[str, Tensor]
     others: tuple[str, ...]
     """Other keys in it and in the dictionaries around it."""
+    arch: str = ""
+    """The model's name that the dictionary around it records, as timm's and PyTorch's training scripts do; empty without one."""
 
 
 def read_candidates(path: Path) -> list[Candidate]:
@@ -44,7 +46,7 @@ def read_candidates(path: Path) -> list[Candidate]:
         content = _read_file(path)
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(f"{path} has no state dict: {SAVE_AGAIN}")
-    if candidates := list(_candidates(content, "", ())):
+    if candidates := list(_candidates(content, "", (), "")):
         return candidates
     if {"state", "param_groups"} <= set(content):
         raise CheckpointError(f"{path} is an optimizer's state, without a model: {SAVE_AGAIN}")
@@ -91,12 +93,15 @@ def _read_shards(index: Path) -> dict[str, Any]:
     return {name: tensor for file in files for name, tensor in dict(_read_file(file)).items()}
 
 
-def _candidates(content: Mapping[str, Any], path: str, around: tuple[str, ...]) -> Iterator[Candidate]:
+def _candidates(content: Mapping[str, Any], path: str, around: tuple[str, ...], arch: str) -> Iterator[Candidate]:
+    if isinstance(recorded := content.get("arch"), str):
+        arch = recorded.partition(".")[0]  # timm may add a tag: resnet50.a1_in1k
     names = tuple(str(key) for key in content)
     tensors = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if tensors:
-        yield Candidate(path, tensors, around + tuple(name for name in names if name not in tensors))
+        yield Candidate(path, tensors, around + tuple(name for name in names if name not in tensors), arch)
     if path.count(".") < MAX_DEPTH - 1:
         for key, value in content.items():
             if isinstance(key, str) and isinstance(value, Mapping):
-                yield from _candidates(value, f"{path}.{key}" if path else key, around + tuple(n for n in names if n != key))
+                others = around + tuple(name for name in names if name != key)
+                yield from _candidates(value, f"{path}.{key}" if path else key, others, arch)

@@ -326,6 +326,17 @@ def _refuse_key(source: _Weights, reason: str) -> None:
         )
 
 
+def _refuse_other_arch(source: _Weights, arch: str) -> None:
+    """Raise CheckpointError if the file records another model of the library, which may have equal tensors but compute
+    something else, as tf_efficientnet_b0 and efficientnet_b0 do."""
+    own = source.found.name
+    if arch != own and arch in (known := source.library.names()) and own in known:
+        named = source.name.partition("(")[0].removesuffix(own) + arch
+        raise CheckpointError(
+            f"{source.path} is a {arch} by its entry arch, not a {own}: write {named} as the model, or choose other weights"
+        )
+
+
 def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int) -> dict[str, Tensor]:
     """Read a file's tensors by their names in the model, in the model's shapes."""
     own: dict[str, Tensor] = {}
@@ -341,6 +352,7 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
         candidates = [source.library.with_own_names(model, each) for each in read_candidates(path)]
     matches = find_matches(candidates, model, source.key, path)
     match = matches[0]
+    _refuse_other_arch(source, match.candidate.arch)
     taken = describe(match, path)
     state = match.state
     if any(match.rank):

@@ -146,3 +146,16 @@ def test_a_model_of_transformers_is_refused_where_timms_is_meant(tmp_path: Path)
 def test_the_weights_that_a_folders_name_stands_for_are_its_default(tmp_path: Path) -> None:
     name = f"local-dir:{folder_of_timm(tmp_path / 'saved', 'resnet10t')}"
     assert_same(load("DEFAULT", name, image_size=64), construct("timm/resnet10t", num_classes=4, image_size=64, seed=1))
+
+
+def test_a_file_that_records_another_model_is_refused_although_its_tensors_fit(tmp_path: Path) -> None:
+    path, name = tmp_path / "x.pth", "timm/mobilenetv3_small_100"
+    fit: dict[str, Any] = {"image_size": 32}
+    state = construct(name, num_classes=4, image_size=32, seed=1).state_dict()
+    torch.save({"state_dict": {"model": state}, "arch": "tf_mobilenetv3_small_100.in1k"}, path)
+    problem = "is a tf_mobilenetv3_small_100 by its entry arch, not a mobilenetv3_small_100: write timm/tf_mobilenetv3_small_100"
+    assert problem in refusal(path, name, **fit)
+    load(path, "timm/tf_mobilenetv3_small_100", **fit)
+    for arch in ("mobilenetv3_small_100", "mobilenetv3", 3):  # timm's Python class is of many models
+        torch.save({"state_dict": state, "arch": arch}, path)
+        load(path, name, **fit)
