@@ -79,6 +79,17 @@ def note_warmup(experiment: Experiment, num_images: int) -> None:
         notice(f"optim.warmup_steps {optim.warmup_steps:,}: the training has {steps:,}, all of which are warm-up")
 
 
+def note_milestones(experiment: Experiment) -> None:
+    """Say which trainings end before the first of `optim.milestones`, as a recipe's do after fewer epochs than it has."""
+    for name in [*experiment.trained_before, "student"] if experiment.train.max_steps is None else []:
+        optim = experiment.stage(name, Path("/"), {}).optim
+        if optim.schedule == "step" and optim.milestones and min(optim.milestones) >= optim.epochs:
+            notice(
+                f"optim.milestones {list(optim.milestones)}: the {name} ends before them, after {optim.epochs} epochs: "
+                "its learning rate never falls"
+            )
+
+
 def training_lengths(experiment: Experiment) -> Iterator[str]:
     """Yield how long each training of a run is: its epochs, images and optimizer steps. Raises DataError: see `open_source`."""
     from trainables.methods.init_stage import with_init_stage

@@ -15,7 +15,7 @@ from service.config.batch_size import AUTO, with_number
 from service.config.experiment import Resolved, read_resolved
 from service.config.rules import method_names
 from service.config.schema import Experiment
-from service.runs.dry_run import check_fits, check_parts, note_cache_size, note_warmup
+from service.runs.dry_run import check_fits, check_parts, note_cache_size, note_milestones, note_warmup
 from service.runs.finetuning import with_finetuning
 from service.runs.plan import Plan
 from service.runs.result import Kind, RunResult
@@ -57,6 +57,7 @@ def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
     check_fits(resolved.experiment, len(data.classes), ["student"])
     if written.global_batch_size != AUTO:
         note_warmup(resolved.experiment, data.train.num_images)
+    note_milestones(resolved.experiment)
     if resolved.experiment.written_cache("train") is not None:
         note_cache_size(resolved.experiment, data.train.num_images, len(data.classes))
     return replace(resolved, experiment=resolved.experiment.model_copy(update={"data": written})), data

@@ -130,3 +130,28 @@ def test_a_warm_up_longer_than_the_training_is_a_line(tmp_path: Path) -> None:
     with notices_to(lines.append):
         check_train(load("digits", [f"data.path={folder}", *overrides, "optim.warmup_steps=500"]))
     assert "optim.warmup_steps 500: the training has 20, all of which are warm-up" in lines
+
+
+def test_trainings_that_end_before_their_first_milestone_are_a_line(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", num_train=20)
+    own = [
+        f"data.path={folder}",
+        "data.image_size=8",
+        "data.global_batch_size=4",
+        "student.model=mlp_small",
+        "teacher.model=mlp_small",
+    ]
+
+    def lines(*overrides: str) -> list[str]:
+        found: list[str] = []
+        with notices_to(found.append):
+            check_train(load("digits", [*own, "optim.schedule=step", *overrides]))
+        return [line for line in found if line.startswith("optim.milestones")]
+
+    def line(name: str, epochs: int) -> str:
+        return f"optim.milestones [30, 60, 90]: the {name} ends before them, after {epochs} epochs: its learning rate never falls"
+
+    assert lines("optim.epochs=20", "teacher.epochs=10") == [line("teacher", 10), line("student", 20)]
+    assert lines("optim.epochs=100", "teacher.epochs=30") == [line("teacher", 30)]
+    for fitting in (["optim.epochs=2", "optim.milestones=[1]"], ["train.max_steps=3"], ["optim.schedule=cosine"]):
+        assert lines("teacher.epochs=null", *fitting) == []
