@@ -129,6 +129,8 @@ def _line(key: str, plain: str, details: list[Any], keys: Sequence[str]) -> str:
     first = details[0]
     kind, last = first["type"], first["loc"][-1:]
     if kind in ("extra_forbidden", "invalid_key"):
+        if plain in keys:  # it exists, but the file has a name with dots
+            return f"{key}: no such key: write it in its section, {key.replace('.', ': {')}: …{'}' * key.count('.')}"
         around, own = plain.rpartition(".")[0], key.rpartition(".")[0]
         return f"{key}: no such key{nearest(plain, keys).replace(f' {around}.', f' {own}.')}"
     if kind == "missing" and not isinstance(last[0], int):

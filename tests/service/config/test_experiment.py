@@ -644,6 +644,11 @@ def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> 
         ("base: none.yaml\n", "none.yaml: neither a recipe nor a file; recipes: backbone, cifar10"),
         ("base: digits\non: 2\n", "mine.yaml:2:1: on: no such key"),
         ("base: digits\noptim: {on: 2}\n", "mine.yaml:2:9: optim.on: no such key"),
+        ("base: digits\noptim.lr: 2\n", "mine.yaml:2:1: optim.lr: no such key: write it in its section, optim: {lr: …}"),
+        (
+            "base: digits\ndata: {device_augment.mixup: 2}\n",
+            "data.device_augment.mixup: no such key: write it in its section, data: {device_augment: {mixup: …}}",
+        ),
         (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml:2:1: {'k' * 20}"),
         ("base: mine.yaml\n", "`base` leads back to itself (mine.yaml → mine.yaml)"),
         ("!!python/object/apply:os.system ['true']", ":1:1: `!` begins a YAML tag: leave it out, or quote the text"),
