@@ -52,6 +52,14 @@ def test_a_split_without_files_is_refused(tmp_path: Path) -> None:
     assert "no tars for validation; put one of these words into their paths: val, valid, validation, dev, test" in refusal(root)
 
 
+def test_folders_with_a_splits_word_among_others_are_refused_with_how_to_rename_them(tmp_path: Path) -> None:
+    for split in ("training_set", "test_set"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat/0.jpg").write_bytes(JPEGS[0])
+    moves = f"mv {tmp_path}/training_set {tmp_path}/train && mv {tmp_path}/test_set {tmp_path}/val"
+    assert moves in refusal(tmp_path)
+
+
 # Image folders
 
 

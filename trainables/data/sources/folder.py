@@ -60,7 +60,7 @@ def list_folder(root: str, split: Split, *, holds_out: bool = False) -> FolderLi
         notice(f"{root} has no folder train: its folders are the classes")
     if "train" not in splits:
         parent, name = os.path.split(os.path.realpath(root))
-        advice = f"{_renamed_splits(root) or split_classes(root) or 'images belong in train/CLASS/ and val/CLASS/'}; {NO_LABELS}"
+        advice = f"{renamed_splits(root) or split_classes(root) or 'images belong in train/CLASS/ and val/CLASS/'}; {NO_LABELS}"
         if SPLIT_OF.get(name.lower()) == "train":
             advice = f"write data.path: {parent}"
         raise NoLabelsError(f"data.path: {root} has no folder train; {advice}")
@@ -169,7 +169,7 @@ def split_classes(root: str) -> str:
     )
 
 
-def _renamed_splits(root: str) -> str:
+def renamed_splits(root: str) -> str:
     """How to rename folders whose names have a split's word among others, as training_set and test_set; empty without."""
     found = {SPLIT_OF[word]: name for name in _list(root).folders[::-1] for word in _words(name) if word in SPLIT_OF}
     moves = [f"mv {shlex.quote(os.path.join(root, found[split]))} {shlex.quote(os.path.join(root, split))}" for split in found]

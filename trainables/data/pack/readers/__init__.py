@@ -14,7 +14,7 @@ from trainables.data.pack.readers.lmdb import LmdbReader
 from trainables.data.pack.readers.parquet import ParquetReader, describes_images
 from trainables.data.pack.readers.tfrecord import TfrecordReader
 from trainables.data.pack.readers.webdataset import WebdatasetReader
-from trainables.data.sources.folder import NO_IMAGES, detection_error, has_images, has_root_classes
+from trainables.data.sources.folder import NO_IMAGES, detection_error, has_images, has_root_classes, renamed_splits
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
@@ -75,4 +75,5 @@ def find_reader(root: Path, labels: bool = True) -> str:
         raise DataError(f"{root} is a single file; give the folder with the files of both splits, or a list of images")
     if not labels:
         raise DataError(f"{root} {NO_IMAGES}, and is of no other layout that can be packed: {layouts}")
-    raise DataError(f"{root} is of no layout that can be packed: {layouts}; docs/records.md shows each; {NO_LABELS}")
+    advice = renamed_splits(str(root)) or f"docs/records.md shows each; {NO_LABELS}"
+    raise DataError(f"{root} is of no layout that can be packed: {layouts}; {advice}")
