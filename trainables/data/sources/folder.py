@@ -25,6 +25,7 @@ from trainables.notices import notice
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 NO_IMAGES = f"holds no images, files whose names end in {' '.join(EXTENSIONS)}"
 _ONE_CLASS = "folders whose names differ in their Unicode form alone (NFC and NFD) are one class"
+_UNSORTED, _DANGLING = "in no class folder", "links that lead nowhere"
 _MAX_REASONS = 6
 _DETECTION = {
     "YOLO's boxes": {"images", "labels"},
@@ -308,7 +309,7 @@ class _Walk:
         self._twice: list[str] = []
         found = _list(split_folder)
         if by_class and (unsorted := len(found.images) + len(found.others)):
-            self._left_out["in no class folder"] = unsorted
+            self._left_out[_UNSORTED] = unsorted
 
     def images(self, folder_name: str, class_name: str = "") -> list[str]:
         """Image files in one class folder, at any depth, relative to the split's folder: by folder, then by name, each sorted.
@@ -334,7 +335,7 @@ class _Walk:
             waiting += [(os.path.join(path, name), [*outer, real]) for name in listing.folders]
             found.append((path, listing.images))
             self._left_out.update(os.path.splitext(name)[1].lower() or "without an extension" for name in listing.others)
-            self._left_out["links that lead nowhere"] += len(listing.dangling)
+            self._left_out[_DANGLING] += len(listing.dangling)
         skip = len(self._path) + 1
         if self._by_class and len(deeper := [path for path, names in found if names]) > 1 and not found[0][1]:
             self._inner.append(min(deeper)[skip:])
@@ -362,7 +363,6 @@ class _Walk:
         if total := self._left_out.total():
             reasons = [f"{count} {reason}" for reason, count in self._left_out.most_common(_MAX_REASONS) if count]
             more = ", …" if len(self._left_out) > _MAX_REASONS else ""
-            notice(
-                f"{self._path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}; "
-                "convert images of other formats to PNG; rename JPEG files so that they end in .jpg"
-            )
+            by_ending = total > self._left_out[_UNSORTED] + self._left_out[_DANGLING]
+            advice = "; convert images of other formats to PNG; rename JPEG files so that they end in .jpg" if by_ending else ""
+            notice(f"{self._path}: {total} file{'s' * (total > 1)} left out: {', '.join(reasons)}{more}{advice}")

@@ -132,6 +132,13 @@ def test_files_that_are_left_out_are_counted_by_their_ending_in_one_line(make_fo
     ]
 
 
+def test_a_file_in_no_class_folder_gets_no_advice_on_formats(make_folder: MakeFolder, notices: list[str]) -> None:
+    root = make_folder(train={"cat": 1, "dog": 1}, val={"cat": 1, "dog": 1})
+    (root / "train/README.md").touch()
+    open_folder(root, "train")
+    assert notices == [f"{root}/train: 1 file left out: 1 in no class folder"]
+
+
 def test_a_class_whose_link_leads_nowhere_is_refused_by_name(make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 1, "dog": 1}, val={"cat": 1})
     (root / "train/emu").symlink_to("/not/mounted")
