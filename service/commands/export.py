@@ -47,7 +47,9 @@ def export(checkpoint: str, to: str, out: Path | None, data_path: str | None, **
     path = checkpoint_of(checkpoint)
     if path is None:
         raise CheckpointError(f"{checkpoint} is the name of published weights: give a run or a checkpoint")
-    run = run_of(path)
+    from trainables.export.student import read_student
+
+    student, run = read_student(path), run_of(path)
     if out is None and (run is None or is_uri(checkpoint)):
         raise ExportError(f"{checkpoint} is in no run's folder on this machine: write --out FOLDER")
     if run is None and data_path is None:
@@ -56,11 +58,10 @@ def export(checkpoint: str, to: str, out: Path | None, data_path: str | None, **
     if data_path is not None:
         data = data.model_copy(update={"path": absolute(data_path)})
     from trainables.export.export import export as write
-    from trainables.export.student import read_student
 
     folder = out if run is None or out is not None else run / "exports" / to
     assert folder is not None
-    print_all(lines_of(write(read_student(path), to, folder, data, **options), folder))
+    print_all(lines_of(write(student, to, folder, data, **options), folder))
 
 
 def checkpoint_of(text: str) -> Path | None:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.service.commands import run
 from tests.trainables.export.students import write_student
@@ -44,13 +45,16 @@ def test_an_export_of_a_run_goes_into_its_folder_and_prints_how_to_load_it(
 
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lone, foreign = write_student(tmp_path / "m.safetensors", "mlp_small"), tmp_path / "foreign.pth"
-    foreign.write_bytes(b"PK")
+    torch.save({"fc.weight": torch.zeros(3, 2)}, foreign)
     for words, says in [
         ((lone, "--to", "onnx"), "m.safetensors is in no run's folder on this machine: write --out FOLDER"),
         ((lone, "--to", "onnx", "--out", tmp_path / "x"), "whose validation images it would be compared on: write --data PATH"),
         ((tmp_path, "--to", "onnx"), "give a finished run's or stage's directory"),
         (("resnet18", "--to", "onnx"), "resnet18 is the name of published weights: give a run or a checkpoint"),
-        ((foreign, "--to", "onnx", "--out", tmp_path / "x", "--data", "digits"), "foreign.pth"),
+        (
+            (foreign, "--to", "onnx"),
+            "foreign.pth does not describe its model: give a run, or a checkpoint that `distill train` wrote",
+        ),
         ((lone, "--to", "timm", "--out", tmp_path / "x", "--data", "digits"), "choose --to safetensors or onnx"),
     ]:
         code, out, error = run(capsys, "export", *words)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainables.config.data import DataConfig
 from trainables.engine.checkpoint import read_metadata
 from trainables.errors import CheckpointError, ModelError
-from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.models.checkpoint_header import is_safetensors, read_checkpoint_header
 from trainables.models.forward import logits_and_aux
 from trainables.models.libraries import LIBRARIES
 from trainables.models.model_input import ModelInput
@@ -82,7 +82,7 @@ class Network(nn.Module):
 
 def read_student(checkpoint: Path) -> Student:
     """Load the model of a checkpoint of ours. Raises CheckpointError: it cannot be read, or does not describe its model."""
-    header = read_checkpoint_header(checkpoint)
+    header = read_checkpoint_header(checkpoint) if is_safetensors(checkpoint) else None
     if header is None or not header.mean:
         raise CheckpointError(f"{checkpoint} does not describe its model: give a run, or a checkpoint that `distill train` wrote")
     if (file := file_of(header.model)) is not None:
