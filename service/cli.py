@@ -15,7 +15,7 @@ import click
 
 from service.cluster import local_ray
 from service.standard_streams import CLOSED_PIPE, is_output_unread, prepare_streams
-from trainables.errors import DistillError, bounded
+from trainables.errors import DistillError, ExperimentError, bounded
 from trainables.notices import notices_to
 from trainables.redact import redact, redact_record
 
@@ -84,6 +84,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
     logging.getLogger("raydistill").addFilter(redact_record)
     try:
+        check_current_folder()
         with notices_to(lambda line: print_error(f"note: {line}")):
             code = cli.main(arguments, standalone_mode=False) or 0
     except click.ClickException as error:
@@ -119,6 +120,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except OSError:  # the interpreter would report it once more, with a stack trace
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     local_ray.exit_process(code)
+
+
+def check_current_folder() -> None:
+    """Raise ExperimentError: the shell's folder has been removed, perhaps to be created again, which the shell does not see."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ExperimentError("the current folder has been removed: cd to one that exists, then repeat the command") from None
 
 
 def print_error(text: str) -> None:

@@ -745,6 +745,13 @@ def test_a_required_option_that_is_missing_is_named(refuse: Refuse, tmp_path: Pa
 # What no check foresaw
 
 
+def test_a_current_folder_that_has_been_removed_is_named(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert refuse("train", "digits", "--dry-run").startswith("the current folder has been removed: cd to one that exists")
+
+
 def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/some/where")
