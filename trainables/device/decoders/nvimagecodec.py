@@ -10,9 +10,12 @@ from nvidia import nvimgcodec
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from trainables.data.decoders.interface import Box
 from trainables.data.encoded_rows import Region
 
-_AS_PIL = ":fancy_upsampling=1 :fast_idct=0"
+_AS_PIL = ":fancy_upsampling=1 :fast_idct=0 :enable_roi_fancy_upsampling=1"
+_MARGIN = 2
+"""Pixels around a region that are decoded with it, and left out: nvJPEG before 13.2 is wrong in the outermost ones."""
 
 
 class NvImageCodec:
@@ -41,15 +44,24 @@ class NvImageCodec:
         cuda_stream = torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0
         images: list[Any] = self._decoder.decode(streams, params=self._params, cuda_stream=cuda_stream) if streams else []
         for position, image in zip(positions, images, strict=True):
-            left, top, right, bottom = regions[position].box
-            if image is not None and tuple(image.shape) == (bottom - top, right - left, 3):
-                pixels[position] = from_dlpack(image) if on_gpu else torch.from_numpy(np.asarray(image))
+            region = regions[position]
+            (left, top, right, bottom), (x, y, end_x, end_y) = region.box, decoded_box(region)
+            if image is not None and tuple(image.shape) == (end_y - y, end_x - x, 3):
+                rgb_hwc = from_dlpack(image) if on_gpu else torch.from_numpy(np.asarray(image))
+                pixels[position] = rgb_hwc[top - y : bottom - y, left - x : right - x]
         return pixels
 
 
-def code_stream(region: Region) -> Any | None:
-    """The part of a file as nvImageCodec takes it; None where it refuses the header, or finds another size there than we did."""
+def decoded_box(region: Region) -> Box:
+    """The region and the margin around it that the image has."""
     left, top, right, bottom = region.box
+    width, height = region.header.width, region.header.height
+    return max(0, left - _MARGIN), max(0, top - _MARGIN), min(width, right + _MARGIN), min(height, bottom + _MARGIN)
+
+
+def code_stream(region: Region) -> Any | None:
+    """A region and its margin as nvImageCodec takes them; None where it refuses the header, or finds another size than we did."""
+    left, top, right, bottom = decoded_box(region)
     try:
         stream = nvimgcodec.CodeStream(np.frombuffer(region.data, dtype=np.uint8))
         if (stream.height, stream.width) == (region.header.height, region.header.width):

@@ -577,7 +577,7 @@ def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeF
     (batch,) = loader.epoch(0)
     assert batch.images_BCHW.is_pinned()
     assert batch.labels_B.is_pinned()
-    assert batch.indices_B.is_pinned()
+    assert batch.views_B.is_pinned()
     assert batch.indices_B.tolist() == [0, 2, 3]
     loader.close()
 
