@@ -84,8 +84,8 @@ def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool 
     classes = [str(label) for label in range(NUM_CLASSES)]
     metadata = {"model": teacher, "num_classes": NUM_CLASSES, "image_size": case.image_size, "classes": classes}
     checkpoint.write_tensors(weights, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}, metadata)
-    options = dict(case.options)
-    if issubclass(load_method(case.name).Options, InitStageOptions):
+    method, options = load_method(case.name), dict(case.options)
+    if issubclass(method.Options, InitStageOptions):
         options.setdefault("init_epochs", 1)
     return TrainConfig.model_validate(
         {
@@ -103,7 +103,11 @@ def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool 
                 "last_batch": "short",
             },
             "teacher": {"model": teacher, "weights": str(weights)},
-            "distill": {"method": [case.name], "options": {option_key(case.name): options}},
+            "distill": {
+                "method": [case.name],
+                "options": {option_key(case.name): options},
+                "task_weight": method.task_weight or 1.0,  # features alone train no classifier
+            },
             "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
             "scale": {"sync_batch_norm": True},
             "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 1},
