@@ -105,10 +105,6 @@ class WeightedConfig(ModelConfig):
     precision: Literal["auto", "fp32", "bf16", "fp16"] | None = Field(
         None, description="precision of its forward passes; absent: as precision"
     )
-    fold_batch_norms: bool | None = Field(
-        None,
-        description="fold its batch norms into its convolutions; absent: only in bf16 and fp16",
-    )
     cache: str | None = Field(
         None,
         min_length=1,

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trainables.config import TrainConfig, WeightedConfig
+from trainables.config import TrainConfig
 from trainables.device.memory import memory_bytes, parameter_bytes
 from trainables.device.tensor_format import AUTOCAST, teacher_precision
 from trainables.distributed.group import Group
 from trainables.engine.modules import methods_with_teacher
 from trainables.engine.optim import parameter_copies
-from trainables.teachers.frozen import fold_batch_norms, round_weights
 from trainables.teachers.network import TeacherNetwork, move
 
 log = logging.getLogger("raydistill")
@@ -42,14 +41,12 @@ def is_sharded(
 def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded: bool) -> None:
     """Move a teacher from the CPU to this rank's device, in the job's dtype. Every rank of the group must call this.
 
-    A whole teacher is optimized for inference, see `teachers.frozen`.
+    The weights of a whole teacher are rounded once where autocast would round them in each pass.
     """
     if not sharded:
         requires = [method.requires for method in methods_with_teacher(config)]
         may_change = not any(each.teacher_model or each.reuses_classifier for each in requires)  # these use its modules
-        for each, network, reader in zip(config.all_teachers, teacher.networks, teacher.readers, strict=True):
-            if may_change and folds_batch_norms(each, config):
-                fold_batch_norms(network, reader.modules)
+        for each, network in zip(config.all_teachers, teacher.networks, strict=True):
             move(network, config, group.device)
             if may_change and (dtype := AUTOCAST.get(teacher_precision(each, config))) is not None:
                 round_weights(network, dtype)
@@ -63,6 +60,8 @@ def place(teacher: TeacherNetwork, config: TrainConfig, group: Group, *, sharded
         log.info("%s: the teacher is sharded over %d workers", config.stage, group.world_size)
 
 
-def folds_batch_norms(teacher: WeightedConfig, config: TrainConfig) -> bool:
-    """Return `teacher.fold_batch_norms`; by default True in half precision, which rounds more than folding does."""
-    return teacher_precision(teacher, config) in AUTOCAST if teacher.fold_batch_norms is None else teacher.fold_batch_norms
+def round_weights(network: nn.Module, dtype: torch.dtype) -> None:
+    """Give the layers that autocast runs in `dtype` their weights in it: the same bits in fewer passes, under autocast alone."""
+    for module in network.modules():
+        if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear):
+            module.to(dtype)
