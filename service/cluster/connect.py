@@ -75,6 +75,9 @@ def connect(
             full = cache.is_dir() and unwritable_reason(cache) is not None  # see `check_services`
             check_shared(cache, name, "name a folder that all nodes share and may write", read_only=full)
         yield cluster
+    except KeyboardInterrupt:
+        local_ray.interrupt()
+        raise
     finally:
         local_ray.shut_down()
 

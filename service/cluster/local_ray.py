@@ -22,6 +22,8 @@ _servers: dict[str, psutil.Process] = {}
 """Server processes of the local Ray, by name."""
 _threads: list[threading.Thread] = []
 """Threads that may be using Ray."""
+_interrupted = threading.Event()
+"""Set once this process is interrupted, see `interrupt`."""
 
 
 class RayLostError(ClusterError):
@@ -57,6 +59,14 @@ def _dead_server() -> str | None:
     return None
 
 
+def interrupt() -> None:
+    """Let Ray end with this process, which is about to end, instead of shutting it down before.
+
+    Ray's own shutdown (2.60) can crash the process while workers are restarted: twice in 90 interruptions.
+    """
+    _interrupted.set()
+
+
 def shut_down() -> None:
     """Disconnect from Ray, and stop a local one. Does nothing while a thread uses Ray, see `exit_process`."""
     import ray
@@ -76,8 +86,8 @@ def start_thread(target: Callable[[], None]) -> threading.Thread:
 
 
 def in_use() -> bool:
-    """Whether Ray cannot be shut down because a thread uses it or it is lost."""
-    return is_lost() or any(thread.is_alive() for thread in _threads)
+    """Whether Ray cannot be shut down because a thread uses it, it is lost or this process is interrupted."""
+    return _interrupted.is_set() or is_lost() or any(thread.is_alive() for thread in _threads)
 
 
 def exit_process(code: int) -> NoReturn:

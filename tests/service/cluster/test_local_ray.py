@@ -27,6 +27,15 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
     assert done.stdout == ("" if seconds else "whole\n")  # what shuts Ray down at the exit is not called either
 
 
+def test_an_interrupted_command_leaves_with_its_code_whatever_shutting_ray_down_would_do() -> None:
+    code = (
+        "import atexit, ctypes\nfrom service.cluster import local_ray\natexit.register(ctypes.string_at, 0)\n"
+        "local_ray.interrupt()\nlocal_ray.exit_process(130)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("moment", ["atexit.register(end)", "Last()"])
 def test_a_sigterm_while_a_command_leaves_does_not_change_its_code(moment: str) -> None:
     """Before Python gives up its signal handlers, and after."""
