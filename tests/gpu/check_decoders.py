@@ -79,8 +79,8 @@ def used_mib(device: torch.device) -> float:
 
 def expected_of(name: str) -> tuple[Expected, ...]:
     return (
-        Expected("images_per_s", "alone: 5,000–9,000 images/s", 5000, 9000, estimate=True),
-        Expected("slower_pct", "training 10–25 % slower than with the CPU's", 10, 25, estimate=True),
+        Expected("images_per_s", "images/s alone: recorded"),
+        Expected("slower_pct", "training no slower than with the CPU's eight threads", high=0, estimate=True),
         Expected("decoders kept", "no decoder outlives its job", 0, 0, on_cpu=True),
         Expected("kept_mib", "memory after another number of threads ≤ 100 MiB more", high=100),
     )

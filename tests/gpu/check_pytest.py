@@ -1,4 +1,4 @@
-"""1: `pytest -m gpu`, which has never been run."""
+"""1: `pytest -m gpu`."""
 
 import subprocess
 import sys

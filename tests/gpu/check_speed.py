@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.fx.experimental.optimization import fuse
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.benchmarks.peers.device_loops import graphed, plain_step, repdistiller_step, torchdistill_step, torchvision_step
@@ -54,22 +53,6 @@ def beside_peers(of: Pair, batch_size: int, precision: str, settings: Settings) 
         phases = named(job.metrics.timer.past_warmup.statistics())
         found["teacher_share"] = phases["phase/teacher_ms"] / phases["phase/step_ms"]
     return found
-
-
-def folded_teacher(settings: Settings) -> Measured:
-    """The plain loop with the teacher's batch norms folded into its convolutions, in bfloat16, beside the plain loop."""
-    device, pair = first_device(settings), sized(R34_R18, settings)
-    batch_size = 8 if settings.small else 256
-    batch = device_batch(pair, batch_size, device)
-    teacher, student = models(pair, device, channels_last=True)
-    folded = fuse(teacher.cpu()).to(device, torch.bfloat16)
-    folded = folded.to(memory_format=torch.channels_last).requires_grad_(False)
-    sides = {
-        "ours": plain_step(folded, student, batch.images_BCHW, batch.labels_B, "bf16", teacher_dtype=torch.bfloat16),
-        "plain": plain(pair, batch, device, "bf16"),
-    }
-    rounds, steps = (2, 2) if settings.small else (7, 20)
-    return compare(sides, device, batch=batch_size, rounds=rounds, steps=steps, warm_up=2 if settings.small else 5)
 
 
 def teacher_ahead(settings: Settings) -> Measured:
@@ -148,10 +131,10 @@ SCRIPTS = (
 )
 EXPECTED: dict[tuple[str, int], tuple[Expected, ...]] = {
     ("bf16", 256): (
-        Expected("images_per_s/ours", "4,500–6,500 images/s", 4500, 6500, estimate=True),
+        Expected("images_per_s/ours", "7,600 images/s on an H100", 7000, 8500, estimate=True),
         Expected("ours/plain", "÷ plain loop ≥ 1.00", low=1.0),
         Expected("ours/torchvision", "÷ torchvision's reference with a teacher ≥ 1.5", low=1.5),
-        Expected("teacher_share", "teacher's share of a step ≤ 0.30", high=0.30),
+        Expected("teacher_share", "teacher's share of a step ≤ 0.33 (of its operations: 0.40)", high=0.33),
     ),
     ("fp32", 256): (
         Expected("images_per_s/ours", "2,300–3,000 images/s", 2300, 3000, estimate=True),
@@ -160,8 +143,8 @@ EXPECTED: dict[tuple[str, int], tuple[Expected, ...]] = {
     ),
     ("bf16", 32): (
         Expected("ours/plain", "÷ plain loop: recorded, compiled see 12"),
-        Expected("host_ms/ours", "host 6–8 ms a step", 6, 8, estimate=True),
-        Expected("device_ms/ours", "GPU 5–6 ms a step", 5, 6, estimate=True),
+        Expected("host_ms/ours", "host time of a step: recorded"),
+        Expected("device_ms/ours", "GPU 6 ms a step on an H100", 5.5, 6.5, estimate=True),
     ),
 }
 RECORDED = (
@@ -171,7 +154,7 @@ RECORDED = (
 )
 CIFAR = {
     "fp32": (
-        Expected("images_per_s/ours", "12,000–14,000 images/s", 12_000, 14_000, estimate=True),
+        Expected("images_per_s/ours", "images/s, bound by the host: recorded"),
         Expected("ours/plain", "÷ plain loop ≥ 1.00", low=1.0),
         *SCRIPTS,
     ),
@@ -200,7 +183,6 @@ PIECES = (
         ),
         2,
     ),
-    Piece("4-folded", folded_teacher, (Expected("ours/plain", "folded bf16 teacher: 1.04–1.06", 1.04, 1.06, estimate=True),), 2),
     Piece(
         "4-ahead",
         teacher_ahead,

@@ -1,34 +1,36 @@
 """Peers of a training step on one device: the best plain script, and the steps of three published training scripts.
 
-They do per step what those scripts do, in code of our own. All take batches that lie on the device, and give a step as a
-callable. Models are the product's, the rest is torch's.
+They do per step what those scripts do, in code of our own. `…_step` gives a step on a batch that lies on the device, `…_train`
+one that takes a batch. Models are the product's, the rest is torch's.
 Shapes: B batch, C=3 channels, H W pixels.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.benchmarks.plain import MEAN, STD, accuracy, kd_loss
 
+Train = Callable[[Tensor, Tensor], None]
+"""Takes images and labels, on the device."""
 
-def plain_step(
+
+def plain_train(
     teacher: nn.Module,
     student: nn.Module,
-    images_BCHW: Tensor,
-    labels_B: Tensor,
     precision: str,
     *,
-    teacher_dtype: torch.dtype = torch.float32,
     teacher_ahead: bool = False,
-) -> Callable[[], None]:
+) -> Train:
     """The step that an engineer writes who knows the craft: autocast, channels_last as the models are, fused SGD, a teacher in
     inference mode, nothing that waits for the device. The images are uint8, as they come from a loader.
 
     `teacher_ahead`: on a GPU the teacher's pass of the next batch runs beside the student's of this one, in a stream of its own.
     """
-    device = images_BCHW.device
+    device = next(student.parameters()).device
     half = precision == "bf16"
     scale, shift = (1 / (255 * STD)).to(device), (-MEAN / STD).to(device)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
@@ -36,11 +38,11 @@ def plain_step(
 
     def teach(images: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=half), torch.inference_mode():
-            return teacher(images.to(teacher_dtype))
+            return teacher(images)
 
     logits_of = _ahead(teach, device) if teacher_ahead and device.type == "cuda" else teach
 
-    def step() -> None:
+    def train(images_BCHW: Tensor, labels_B: Tensor) -> None:
         images = torch.addcmul(shift, images_BCHW.float(), scale)
         teacher_logits = logits_of(images)
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
@@ -52,7 +54,14 @@ def plain_step(
         loss_sum.add_(loss.detach())
         hits.add_((logits.detach().argmax(1) == labels_B).sum())
 
-    return step
+    return train
+
+
+def plain_step(
+    teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor, precision: str, **options: Any
+) -> Callable[[], None]:
+    """`plain_train` on one batch."""
+    return partial(plain_train(teacher, student, precision, **options), images_BCHW, labels_B)
 
 
 def _ahead(teach: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -84,7 +93,11 @@ def graphed(step: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(_: Callable[[], None] = step) -> None:  # the step owns the memory that the graph reads
+        graph.replay()
+
+    return replay
 
 
 class Meter:
@@ -104,20 +117,17 @@ def normalized(images_BCHW: Tensor) -> Tensor:
     return ((images_BCHW.float() / 255 - MEAN.to(device)) / STD.to(device)).contiguous()
 
 
-def torchvision_step(
-    teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor, precision: str
-) -> Callable[[], None]:
+def torchvision_train(teacher: nn.Module, student: nn.Module, precision: str) -> Train:
     """A step as torchvision's classification reference trains, with a teacher added as its users add one: the images normalized
     by the loader, torch's default SGD and memory format, with `--amp` float16 and a scaler, loss and accuracies read each step.
     """
-    device = images_BCHW.device
+    device = next(student.parameters()).device
     amp = precision != "fp32"
     scaler = torch.amp.GradScaler(device.type, enabled=amp)
-    images = normalized(images_BCHW)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     meters = [Meter() for _ in range(3)]
 
-    def step() -> None:
+    def train(images: Tensor, labels_B: Tensor) -> None:
         with torch.autocast(device.type, torch.float16, enabled=amp):
             with torch.no_grad():
                 teacher_logits = teacher(images)
@@ -131,7 +141,14 @@ def torchvision_step(
         for meter, value in zip(meters, (loss, acc1, acc5), strict=True):
             meter.update(value.item(), len(labels_B))
 
-    return step
+    return train
+
+
+def torchvision_step(
+    teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor, precision: str
+) -> Callable[[], None]:
+    """`torchvision_train` on one batch."""
+    return partial(torchvision_train(teacher, student, precision), normalized(images_BCHW), labels_B)
 
 
 def repdistiller_step(teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Callable[[], None]:
