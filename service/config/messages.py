@@ -141,8 +141,12 @@ def _line(key: str, plain: str, details: list[Any], keys: Sequence[str]) -> str:
     valid = " or ".join(dict.fromkeys(expected(detail) for detail in details if detail["type"] != "missing"))
     if kind == "missing":  # values of a list: the last that is missing says how many there should be
         valid = f"a list of {details[-1]['loc'][-1] + 1}"
-    below = next((k for k in keys if k.startswith(f"{plain}.")), "") if isinstance(first["input"], str) else ""
-    return f"{prefix}must be {valid}, not {shown(first['input'])}" + (f"; did you mean {below}?" if below else "")
+    value = first["input"]
+    below = next((k for k in keys if k.startswith(f"{plain}.")), "") if isinstance(value, str) else ""
+    hint = f"; did you mean {below}?" if below else ""
+    if kind == "string_type" and type(value) in (int, float):
+        hint = ": quote it"
+    return f"{prefix}must be {valid}, not {shown(value)}{hint}"
 
 
 def expected(detail: Any) -> str:

@@ -37,6 +37,7 @@ def write_set(root: Path, train: Members, val: Members | None = None) -> Path:
         [("1.img.jpg", JPEGS[0]), ("1.cls.txt", b"a"), ("2.img.jpg", JPEGS[1]), ("2.cls.txt", b"b")],
         [("1.jpg", JPEGS[0]), ("1.json", b'{"label": "a"}'), ("2.jpg", JPEGS[1]), ("2.json", b'{"caption": "x", "class": "b"}')],
         [("1.jpg", JPEGS[0]), ("1.cls", b'{"target": "a"}'), ("1.json", b"{}"), *pair("2", "b", 1), ("2.txt", b"caption")],
+        [*pair("1", "a"), ("1.json", b'{"label": 7}'), *pair("2", "b", 1), ("2.json", b'{"label": "b"}')],
         [*pair("1", "a"), ("._1.jpg", b"x"), ("__MACOSX/._1.cls", b"x"), ("dir/.hidden.jpg", b"x"), *pair("2", "b", 1)],
     ],
 )
@@ -71,6 +72,7 @@ def test_names_in_pax_headers_are_whole(tmp_path: Path) -> None:
         ([*pair("1", "a"), ("2.5.cls", b"a")], "the sample 2.5 has no image"),
         ([*pair("1", "a"), ("2.jpg", JPEGS[0]), ("2.json", b'{"caption": "x"}')], "the sample 2 has no .cls with its class"),
         (pair("1", "") + pair("2", "a"), "the sample 1 has no .cls with its class"),
+        ([*pair("1", "3"), ("1.json", b'{"label": 5}')], "the sample 1 has class 3 in its .cls and 5 in its .json: remove one"),
         ([("n01440764.tar", b"x")], "holds tars, such as n01440764.tar: unpack them into train/CLASS/"),
     ],
 )

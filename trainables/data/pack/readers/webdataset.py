@@ -7,7 +7,7 @@ whose names are equal up to the last dot, and then an image `KEY.more.jpg` with 
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainables.data.interface import NO_LABELS
@@ -73,11 +73,16 @@ class WebdatasetReader(LayoutReader):
                 if key != stem and key in images:
                     self._extra.append(f"{part.name}/{piece.name}")
                     continue
-                own = labels.get(key)
+                own, other = labels.get(key), found["json"].get(key) if key in found["cls"] else None
                 if not self.labels:
                     label: Label | None = key if key in found["cls"] else None
                 else:
-                    label = _label(os.pread(raw.fileno(), own.size, own.offset), own.name) if own else None
+                    read = [_label(os.pread(raw.fileno(), each.size, each.offset), each.name) for each in (own, other) if each]
+                    label = read[0] if read else None
+                    if _contradict(read):
+                        raise DataError(
+                            f"{part}: the sample {stem} has class {read[0]} in its .cls and {read[1]} in its .json: remove one"
+                        )
                 if label is None and self.labels and not labels and "/" in stem:
                     raise DataError(
                         f"{part}: its images lie in folders ({piece.name}) without a .cls or .json: if these are the classes, "
@@ -99,6 +104,12 @@ def _format_key(stem: str) -> str:
     """The key by the format: the path up to the first dot of the base name."""
     folder, slash, base = stem.rpartition("/")
     return folder + slash + base.partition(".")[0]
+
+
+def _contradict(labels: Sequence[Label | None]) -> bool:
+    """Whether a sample has two classes; a number and a name may mean the same."""
+    texts = [str(label) for label in labels if label is not None]
+    return len(set(texts)) == 2 and len({text.isdigit() for text in texts}) == 1
 
 
 def _label(content: bytes, name: str) -> Label | None:
