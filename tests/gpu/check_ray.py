@@ -45,7 +45,7 @@ def base_keys(settings: Settings, folder: Path, batch: int) -> dict[str, Any]:
         "data.synthetic_images": 50 * batch,
         "data.global_batch_size": batch,
         "data.augment": "none",
-        "data.loader_workers": 1,
+        "data.loader_workers": 1 if settings.small else 4,
         "teacher.model": pair.teacher,
         "teacher.weights": teacher.weights,
         "student.model": pair.student,
