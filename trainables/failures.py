@@ -64,11 +64,9 @@ MESSAGE_KINDS: dict[str, Kind] = {
     "unable to find an engine": "out_of_memory",  # torch, after dropping each cuDNN plan whose workspace does not fit
     "CU(BLAS|SOLVER)_STATUS_ALLOC_FAILED": "out_of_memory",
     "CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED": "out_of_memory",
-    "CUDA allocation failed|Can't allocate [0-9]+ bytes on": "out_of_memory",  # DALI
     "CUDA Runtime failure: '#2'": "out_of_memory",  # nvImageCodec: cudaErrorMemoryAllocation
     "/gloo/transport/|Gloo connectFullMesh failed|Application timeout caused pair closure": "lost_peer",
     "CUDA error: |CUDA driver error: |cuDNN error: |cusolver error: ": "device",  # torch
-    "CUDA (runtime|driver) API error ": "device",  # DALI
     "CUDA Runtime failure: '#": "device",  # nvImageCodec
 }
 """Patterns in messages of bare RuntimeErrors; the first match determines the kind."""

@@ -23,7 +23,7 @@ from tests.gpu.page import page
 from tests.gpu.results import Folder, Record
 from tests.waiting import wait_until
 from trainables.data.encoded_rows import Region
-from trainables.device.decoders import REGION_DECODERS
+from trainables.device import decode
 from trainables.distributed.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -98,8 +98,8 @@ class WithPil:
 
 
 def test_the_decoders_check_without_their_libraries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGION_DECODERS, "gpu", WithPil)
-    found = check_decoders.decoder(Settings("cpu", folder), "gpu")
+    monkeypatch.setattr(decode, "make_decoder", WithPil)
+    found = check_decoders.decoder(Settings("cpu", folder))
     assert float(found["images_per_s"]) > 0
     assert found["decoders kept"] == 0
 

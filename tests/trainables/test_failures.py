@@ -121,20 +121,6 @@ OF_GPU_LIBRARIES = [
         "lost_peer",
     ),
     (
-        "DALI: include/dali/core/cuda_error.h",
-        RuntimeError(
-            "Error when executing Mixed operator ImageDecoder encountered:\nCan't allocate 129499136 bytes on device 0."
-        ),
-        "out_of_memory",
-    ),
-    ("DALI: include/dali/core/cuda_error.h", RuntimeError("Error in thread 0: CUDA allocation failed"), "out_of_memory"),
-    (
-        "DALI: include/dali/core/cuda_error.h",
-        RuntimeError("CUDA driver API error CUDA_ERROR_LAUNCH_FAILED (719):\nunspecified launch failure"),
-        "device",
-    ),
-    ("DALI: include/dali/core/cuda_error.h", RuntimeError("CUDA runtime API error cudaErrorECCUncorrectable (214)"), "device"),
-    (
         "nvImageCodec: python/error_handling.h",
         RuntimeError("CUDA Runtime failure: '#2' at /opt/src/python/image.cpp:176"),
         "out_of_memory",

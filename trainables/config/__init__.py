@@ -3,7 +3,7 @@
 `service.config.experiment` composes the same sections into the experiment that a user writes.
 """
 
-from trainables.config.data import ON_DEVICE, ColorJitterConfig, DataConfig, DeviceAugmentConfig, PolicyConfig
+from trainables.config.data import ColorJitterConfig, DataConfig, DeviceAugmentConfig, PolicyConfig
 from trainables.config.distill import DistillConfig, InitStageOptions, MethodOptions, init_epochs
 from trainables.config.evaluation import EvalConfig
 from trainables.config.job import (
@@ -25,7 +25,6 @@ from trainables.config.section import Count, Natural, NonNegative, Positive, Pro
 
 __all__ = [
     "FEATURES_TAP",
-    "ON_DEVICE",
     "AssistantConfig",
     "ColorJitterConfig",
     "Count",

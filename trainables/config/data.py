@@ -9,9 +9,6 @@ from pydantic import Field, field_validator
 
 from trainables.config.section import Count, ImageSize, Mean, Natural, NonNegative, Probability, Section, Std
 
-ON_DEVICE = ("gpu", "dali")
-"""Values of `data.decoder` that decode on the device, see `trainables.device.decoders`."""
-
 
 class PolicyConfig(Section):
     """A policy that draws random operations for each image: torchvision's, or timm's where the name says so."""
@@ -104,10 +101,9 @@ class DataConfig(Section):
         1, description="differently augmented views of an image per training batch; an epoch has as many steps but fewer images"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="additional augmentation on the device")
-    decoder: Literal["auto", "gpu", "dali"] = Field(
+    decoder: Literal["auto", "gpu"] = Field(
         "auto",
-        description="auto: on the CPU with libjpeg-turbo 3 if installed, else PIL; gpu, dali: JPEGs on the GPU, only with "
-        "crop_flip",
+        description="auto: on the CPU with libjpeg-turbo 3 if installed, else PIL; gpu: JPEGs on the GPU, only with crop_flip",
     )
     fidelity: Literal["fast", "exact"] = Field(
         "fast", description="crop_flip in training: torchvision's pixels up to rounding (exact), or nearly the same (fast)"
@@ -167,7 +163,7 @@ class DataConfig(Section):
     @property
     def decodes_on_device(self) -> bool:
         """Whether training crops are decoded on the device."""
-        return self.decoder in ON_DEVICE
+        return self.decoder == "gpu"
 
     @field_validator("shuffle")
     @classmethod

@@ -104,7 +104,7 @@ def _between(limits: tuple[float, float], at: float) -> float:
 class Augment:
     """Decode and augment the stored samples of one split. Thread-safe.
 
-    With `data.decoder: gpu` or `dali`, it only chooses the crops of training JPEGs; the device does the rest.
+    With `data.decoder: gpu`, it only chooses the crops of training JPEGs; the device does the rest.
     """
 
     def __init__(self, data: DataConfig, split: Split, decoder: Decoder | None = None) -> None:
@@ -117,7 +117,7 @@ class Augment:
         self.on_device = training and data.decodes_on_device
         """Whether `region` may leave samples to the device."""
         self.decoder = data.decoder if self.on_device else self._decoder.name
-        """The name of the decoder in DECODERS or REGION_DECODERS."""
+        """A name in DECODERS, or gpu."""
         self.num_uniforms = AUGMENTS[self._name]
 
     def shows_unchanged(self, size: int | None) -> bool:

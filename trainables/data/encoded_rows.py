@@ -19,8 +19,6 @@ class Region(NamedTuple):
 class EncodedRows(NamedTuple):
     """The encoded rows of one batch, in order."""
 
-    decoder: str
-    """The name of their decoder in REGION_DECODERS."""
     regions: list[Region]
     threads: int
     """The number of CPU threads that the device's decoder may use."""

@@ -1,4 +1,4 @@
-"""JPEG crops decoded and resized on the device, for `data.decoder: gpu` and `dali`: by one of REGION_DECODERS, then torch.
+"""JPEG crops decoded and resized on the device, for `data.decoder: gpu`: by nvImageCodec, then torch.
 
 Shapes: R regions, B rows of a batch, C=3 channels, H W pixels of the batch, h w those of a region.
 """
@@ -7,6 +7,7 @@ import atexit
 import functools
 import io
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,11 +20,27 @@ from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
 from trainables.data.decoders.interface import read_header
 from trainables.data.encoded_rows import Region
-from trainables.device.decoders import PACKAGES, REGION_DECODERS, RegionDecoder
 from trainables.errors import DataError, first_line
 from trainables.failures import kind_of
 
 _MAX_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photos has less
+_CUDA = (torch.version.cuda or "13").partition(".")[0]
+PACKAGE = f"nvidia-nvimgcodec-cu{_CUDA}[nvjpeg]"
+"""For the CUDA that torch has: another one's libraries would lie beside torch's own, or find no driver."""
+
+
+class RegionDecoder(Protocol):
+    """Decodes parts of JPEG files on the device that it was made for, for one thread at a time."""
+
+    def decode(self, regions: list[Region]) -> list[Tensor | None]:
+        """The pixels of each region, uint8 (h, w, 3) on the device; None where they are for the CPU's decoders to see.
+
+        None says that a file is damaged, or not to the decoder's liking. Pixels are never turned by an EXIF orientation, which
+        torchvision's ImageFolder does not heed either.
+
+        In the order of the device's current stream, whose work must have come to its end before any of the tensors is let
+        go: what is let go, the decoder may write to at once, whatever the stream has still to do.
+        """
 
 
 def decode_regions(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
@@ -92,10 +109,20 @@ def _parts(regions: list[Region]) -> Iterator[list[Region]]:
         yield part
 
 
+def make_decoder(device: torch.device, threads: int) -> RegionDecoder:
+    """A decoder that may use so many threads of the CPU.
+
+    Raises ImportError: nvImageCodec is not installed; RuntimeError: it finds no driver.
+    """
+    from trainables.device.nvimagecodec import NvImageCodec
+
+    return NvImageCodec(device, threads)
+
+
 @functools.cache
-def region_decoder(name: str, device: torch.device, threads: int) -> RegionDecoder:
-    """The decoder of this device; making one takes as long as many batches. Raises as REGION_DECODERS say."""
-    return REGION_DECODERS[name](device, threads)
+def region_decoder(device: torch.device, threads: int) -> RegionDecoder:
+    """See `make_decoder`, which takes as long as many batches."""
+    return make_decoder(device, threads)
 
 
 atexit.register(region_decoder.cache_clear)  # before CUDA ends
@@ -105,11 +132,10 @@ def check_decoder(data: DataConfig, device: torch.device, threads: int) -> None:
     """Refuse a `data.decoder` that is to decode on the device where it would decode nothing. Raises DataError."""
     if not data.decodes_on_device:
         return
-    key = f"data.decoder: {data.decoder}"
     if device.type != "cuda":
-        raise DataError(f"{key} needs a worker with a GPU, and this one trains on the CPU; write data.decoder=auto")
+        raise DataError("data.decoder: gpu needs a worker with a GPU, and this one trains on the CPU; write data.decoder=auto")
     try:
-        if _decodes(region_decoder(data.decoder, device, threads)):
+        if _decodes(region_decoder(device, threads)):
             return
         reason = "it decodes nothing"
     except (ImportError, RuntimeError) as error:
@@ -117,7 +143,7 @@ def check_decoder(data: DataConfig, device: torch.device, threads: int) -> None:
             raise
         reason = first_line(error)
     raise DataError(
-        f"{key} cannot be used on this node ({reason}); pip install {PACKAGES[data.decoder]}, or write data.decoder=auto"
+        f"data.decoder: gpu cannot be used on this node ({reason}); pip install {PACKAGE}, or write data.decoder=auto"
     )
 
 

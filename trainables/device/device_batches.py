@@ -86,7 +86,7 @@ def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[Device
         images_BCHW, labels_B, views_B, position, num_samples, _ = batch
         ready = DeviceBatch(images_BCHW, labels_B, views_B, batch.indices_B, epoch, position, num_samples)
         if batch.encoded_rows is not None:
-            decoder = region_decoder(batch.encoded_rows.decoder, batch.images_BCHW.device, batch.encoded_rows.threads)
+            decoder = region_decoder(batch.images_BCHW.device, batch.encoded_rows.threads)
             ready = _without(decode_regions(decoder, batch.encoded_rows.regions, batch.images_BCHW), ready, batch.encoded_rows)
         yield ready
 
@@ -192,7 +192,7 @@ def _decode(
 ) -> dict[int, str]:
     device = images_BCHW.device
     with torch.cuda.stream(stream):
-        decoder = region_decoder(encoded_rows.decoder, device, encoded_rows.threads)
+        decoder = region_decoder(device, encoded_rows.threads)
         bad = decode_regions(decoder, encoded_rows.regions, images_BCHW)
     copied.record(stream)
     return bad

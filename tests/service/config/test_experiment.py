@@ -459,11 +459,6 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
             "data.decoder gpu does not go with scale.use_gpu false",
         ),
         (["data.decoder=gpu"], "data.decoder gpu does not go with data.augment none"),
-        (
-            ["data.decoder=dali", "data.augment=crop_flip", "scale.use_gpu=false"],
-            "data.decoder dali does not go with scale.use_gpu false",
-        ),
-        (["data.decoder=dali"], "data.decoder dali does not go with data.augment none"),
         (["teacher=null", "distill.method=dkd"], "dkd needs a teacher: write teacher.model"),
         (["teacher=null", "assistants=[{model: resnet8}]"], "assistants needs teacher.model"),
         (["assistants=[{model: resnet9}]"], "assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),

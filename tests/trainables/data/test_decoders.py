@@ -4,7 +4,6 @@ import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,13 +11,11 @@ from PIL import Image, ImageFile
 
 from tests.trainables.data.boxes import random_boxes
 from tests.trainables.data.photos import encoded, photo
-from trainables.config import ON_DEVICE, DataConfig
 from trainables.data import decode
 from trainables.data.decode import StoredImage, UnreadableImageError, decode_image
 from trainables.data.decoders import DECODERS, open_decoder, turbojpeg
 from trainables.data.decoders.interface import Box, Decoder, read_header
 from trainables.data.pack.image_check import check_header
-from trainables.device.decoders import REGION_DECODERS
 
 EXIF_ROTATED = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
 WIDTH, HEIGHT = 149, 115
@@ -224,11 +221,6 @@ def test_threads_share_a_decoder(decoder: Decoder) -> None:
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(lambda box: StoredImage(memoryview(JPEGS["4:2:0"]), decoder).part(box), boxes))
         assert all((one == other).all() for one, other in zip(alone, together, strict=True))
-
-
-def test_the_configuration_offers_auto_and_every_decoder_of_a_device() -> None:
-    assert get_args(DataConfig.model_fields["decoder"].annotation) == ("auto", *REGION_DECODERS)
-    assert tuple(REGION_DECODERS) == ON_DEVICE
 
 
 def test_without_libjpeg_turbo_3_pil_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from tests.trainables.jobs import Recorded, config, no_telemetry
 from trainables.data.encoded_rows import Region
+from trainables.device import decode
 from trainables.device.decode import region_decoder
-from trainables.device.decoders import REGION_DECODERS
 from trainables.device.memory import release_device
 from trainables.distributed.group import Group
 from trainables.engine.train import build, run_job
@@ -29,8 +29,8 @@ class Empty:
 
 
 def test_decoders_of_earlier_points_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGION_DECODERS, "gpu", Empty)
-    decoders = [weakref.ref(region_decoder("gpu", CPU, threads)) for threads in (2, 4)]
+    monkeypatch.setattr(decode, "make_decoder", Empty)
+    decoders = [weakref.ref(region_decoder(CPU, threads)) for threads in (2, 4)]
     assert all(decoder() is not None for decoder in decoders)
     release_device(CPU)
     assert all(decoder() is None for decoder in decoders)

@@ -107,7 +107,7 @@ class Loader:
         self.source, self._data = source, data
         self._rank, self._world_size = rank, world_size
         self.decoder = Augment(data, split).decoder
-        """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
+        """What decodes JPEG: a name in DECODERS, or gpu."""
         self._num_augmentation_epochs = num_augmentation_epochs
         self._threads = max(1, loader_workers)
         self.costs = Costs(self._threads)
@@ -208,7 +208,7 @@ class Loader:
         if not regions:
             return batch
         skip = partial(self._skip, batch.indices_B.tolist())
-        return batch._replace(encoded_rows=EncodedRows(self.decoder, regions, self._threads, skip))
+        return batch._replace(encoded_rows=EncodedRows(regions, self._threads, skip))
 
     def _lend(self, block: int, rows: int, position: int, num_samples: int | None) -> Batch:
         """The batch of so many rows that is in a block."""
