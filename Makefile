@@ -13,14 +13,14 @@ PARALLEL = --no-print-directory --keep-going $(if $(filter output-sync,$(.FEATUR
 PYTEST = $(BIN)/python -m pytest
 # Tests start hundreds of Pythons: without bytecode each compiles the project anew, for a second or more.
 export PYTHONDONTWRITEBYTECODE =
-QUICK = nice -n 5 $(PYTEST) -m "not integration and not processes and not slow and not gpu"
+QUICK = nice -n 15 $(PYTEST) -m "not integration and not processes and not slow and not gpu"
 PROCESSES = nice -n 5 $(PYTEST) -m "processes and not integration and not slow and not gpu"
 HALF = $(addprefix tests/trainables/,models data device metrics engine teachers distributed)
 
-# Three for two cores: the tests with Ray and processes-rest mostly wait, so they begin. Ray's, the longest, come first for the
-# processors. Not both halves of those with processes beside them.
+# Four for two cores: the tests with Ray and with processes mostly wait. Ray's, the longest, come first for the processors, and the
+# quick ones take what is left.
 test: $(INSTALLED)
-	$(MAKE) $(PARALLEL) --jobs=3 test-ray processes-rest quick-half quick-rest processes-half lint
+	$(MAKE) $(PARALLEL) --jobs=4 test-ray processes-half processes-rest quick-half quick-rest lint
 
 # No Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)

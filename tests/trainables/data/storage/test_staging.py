@@ -222,7 +222,7 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
     with caplog.at_level(logging.INFO, "raydistill"):
         cache, _ = stage_set(str(root), str(to), grace_s=GRACE_S)
-    assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
+    assert re.search(rf"staging {root} in {to}: [\d.]+ KiB of 122 KiB", caplog.text)
     caplog.clear()
     with caplog.at_level(logging.INFO, "raydistill"), ThreadPoolExecutor(1) as pool:
         with locked(cache.folder.parent / "copying"):
