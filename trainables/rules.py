@@ -607,6 +607,11 @@ def first_problem_of_methods(
     return None
 
 
+def trains_classifier(requires: Any) -> bool:
+    """Whether a method of these Requirements trains the student's classifier, or gives it the teacher's."""
+    return bool((requires.logits and requires.student_logits) or requires.reuses_classifier)
+
+
 def labels_are_used(settings: Any, methods: Iterable[Any]) -> Problem:
     """Whether something trains the classifier, where there are labels."""
     distill = settings.distillation
@@ -618,8 +623,7 @@ def labels_are_used(settings: Any, methods: Iterable[Any]) -> Problem:
         return None
     if problem := _task_optimizer(settings):
         return problem
-    needs = [each.requires for each in chosen]
-    if any((each.logits and each.student_logits) or each.reuses_classifier for each in needs):
+    if any(trains_classifier(each.requires) for each in chosen):
         return None
     names = " and ".join(each.key for each in chosen)
     value = "0" if distill.task_weight == 0 else f"0 by default with {names}"

@@ -101,10 +101,14 @@ def exit_process(code: int) -> NoReturn:
         skip_exit_handlers()
         sys.exit(code)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it could leave the processes suspended
-    children = psutil.Process().children(recursive=True)
-    for end in (psutil.Process.suspend, psutil.Process.kill):
-        for process in children:
+    suspended = set[psutil.Process]()
+    while new := set(psutil.Process().children(recursive=True)) - suspended:  # one may start another until it is suspended
+        for process in new:
             with contextlib.suppress(psutil.NoSuchProcess):
-                end(process)
+                process.suspend()
+        suspended |= new
+    for process in suspended:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     sys.stderr.flush()
     os._exit(code)

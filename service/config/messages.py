@@ -145,7 +145,7 @@ def _line(key: str, plain: str, details: list[Any], keys: Sequence[str]) -> str:
     below = next((k for k in keys if k.startswith(f"{plain}.")), "") if isinstance(value, str) else ""
     hint = f"; did you mean {below}?" if below else ""
     if kind == "string_type" and type(value) in (int, float):
-        hint = ": quote it"
+        hint = f""": write "{value}", after --set '"{value}"'"""
     return f"{prefix}must be {valid}, not {shown(value)}{hint}"
 
 

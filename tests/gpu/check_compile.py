@@ -1,6 +1,7 @@
 """12: `train.compile`: what its modes bring, and the same training as without it."""
 
 import contextlib
+import math
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -86,9 +87,14 @@ def methods(setting: Settings) -> Measured:
     with ProcessPoolExecutor(at_a_time, get_context("spawn")) as pool:
         found = dict(zip(names, pool.map(partial(of_method, setting), names), strict=True))
     differences = {name: value for name, value in found.items() if not isinstance(value, str)}
-    worst = max(differences, key=lambda name: differences[name])
+    worst = max(differences, key=lambda name: differences[name], default="none")
     failed = [value for value in found.values() if isinstance(value, str)]
-    return {"difference": differences[worst], "worst": worst, "failed": len(failed), "why": "; ".join(failed)}
+    return {
+        "difference": differences.get(worst, math.inf),
+        "worst": worst,
+        "failed": len(failed),
+        "why": "; ".join(failed),
+    }
 
 
 def workers(setting: Settings) -> Measured:

@@ -108,6 +108,28 @@ def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(i
     assert [line["step"] for line in records(pieces, "step")] == list(range(1, 8 * 22 + 1))
 
 
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from service.cluster import local_ray
+from service.cluster.connect import connect
+
+try:
+    with connect(1, Path(sys.argv[1])):
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    print(local_ray.in_use(), flush=True)
+    local_ray.exit_process(130)
+"""
+
+
+def test_an_interrupted_command_kills_its_ray_instead_of_shutting_it_down(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    words = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 130), done.stderr
+
+
 AFTER_RAY = """
 import os, signal, sys
 from pathlib import Path

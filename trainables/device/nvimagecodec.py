@@ -14,8 +14,9 @@ from trainables.data.decoders.interface import Box
 from trainables.data.encoded_rows import Region
 
 _AS_PIL = ":fancy_upsampling=1 :fast_idct=0 :enable_roi_fancy_upsampling=1"
-_MARGIN = 2
-"""Pixels around a region that are decoded with it, and left out: nvJPEG before 13.2 is wrong in the outermost ones."""
+_MARGIN = 4
+"""Pixels around a region that are decoded with it, and left out: nvJPEG before 13.2 is wrong in the outermost sample of a chroma
+plane, which is up to 4 pixels wide."""
 
 
 class NvImageCodec:

@@ -31,6 +31,7 @@ from trainables.methods.distillation_module import describe_terms
 from trainables.methods.init_stage import with_init_stage
 from trainables.methods.registry import load_method
 from trainables.models.registry import build_model
+from trainables.rules import trains_classifier
 from trainables.user_code import option_key
 
 SEED, NUM_CLASSES, NUM_IMAGES, GLOBAL_BATCH_SIZE = 3, 4, 17, 8
@@ -106,7 +107,7 @@ def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool 
             "distill": {
                 "method": [case.name],
                 "options": {option_key(case.name): options},
-                "task_weight": method.task_weight or 1.0,  # features alone train no classifier
+                "task_weight": None if method.task_weight or trains_classifier(method.requires) else 1.0,
             },
             "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
             "scale": {"sync_batch_norm": True},

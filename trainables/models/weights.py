@@ -331,9 +331,10 @@ def _refuse_other_arch(source: _Weights, arch: str) -> None:
     something else, as tf_efficientnet_b0 and efficientnet_b0 do."""
     own = source.found.name
     if arch != own and arch in (known := source.library.names()) and own in known:
-        named = source.name.partition("(")[0].removesuffix(own) + arch
+        named = source.name.partition("(")[0]
         raise CheckpointError(
-            f"{source.path} is a {arch} by its entry arch, not a {own}: write {named} as the model, or choose other weights"
+            f"{source.path} is a {arch} by its entry arch, not a {own}: write {named[: -len(own)]}{arch} as the model, or remove "
+            f"that entry"
         )
 
 
@@ -352,10 +353,11 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
         candidates = [source.library.with_own_names(model, each) for each in read_candidates(path)]
     matches = find_matches(candidates, model, source.key, path)
     match = matches[0]
-    _refuse_other_arch(source, match.candidate.arch)
     taken = describe(match, path)
     state = match.state
-    if any(match.rank):
+    if not any(match.rank):
+        _refuse_other_arch(source, match.candidate.arch)
+    else:
         conversion, how = converted(model, match, image_size)
         if not how:
             num_classes = 0 if source.other_classes else source.num_classes

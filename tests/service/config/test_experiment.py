@@ -387,7 +387,7 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
         ("data.std=[1, 0, 1]", "--set: data.std[1]: must be above 0, not 0"),
         ("optim.milestones=[1, 0]", "--set: optim.milestones[1]: must be at least 1, not 0"),
         ("optim.milestones=3", "--set: optim.milestones: must be a list, not 3"),
-        ("data.path=2020", "--set: data.path: must be text, not 2020: quote it"),
+        ("data.path=2020", """--set: data.path: must be text, not 2020: write "2020", after --set '"2020"'"""),
         ("data.path=''", '--set: data.path: must be text that is not empty, not ""'),
         ("data.augment=flip", '--set: data.augment: must be none, crop_flip or pad_crop_flip, not "flip"'),
         ("precision=fp8", '--set: precision: must be fp32, bf16, fp16, fp64 or auto, not "fp8"'),

@@ -71,6 +71,13 @@ def test_an_init_stage_that_keeps_the_contract_has_no_problems(name: str, monkey
     assert [finding for finding in without_training(name, monkeypatch) if finding.problem] == []
 
 
+@pytest.mark.parametrize("name", ["embed", "queue"])
+def test_a_method_that_trains_features_alone_has_no_problems_in_single_batches(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [finding for finding in without_training(name, monkeypatch) if finding.problem] == []
+
+
 def without_training(name: str, monkeypatch: pytest.MonkeyPatch) -> list[CheckResult]:
     """What is found of a method in single batches on this process alone."""
     for title, problem in check_method.CHECKS.items():

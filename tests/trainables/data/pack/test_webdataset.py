@@ -37,7 +37,7 @@ def write_set(root: Path, train: Members, val: Members | None = None) -> Path:
         [("1.img.jpg", JPEGS[0]), ("1.cls.txt", b"a"), ("2.img.jpg", JPEGS[1]), ("2.cls.txt", b"b")],
         [("1.jpg", JPEGS[0]), ("1.json", b'{"label": "a"}'), ("2.jpg", JPEGS[1]), ("2.json", b'{"caption": "x", "class": "b"}')],
         [("1.jpg", JPEGS[0]), ("1.cls", b'{"target": "a"}'), ("1.json", b"{}"), *pair("2", "b", 1), ("2.txt", b"caption")],
-        [*pair("1", "a"), ("1.json", b'{"label": 7}'), *pair("2", "b", 1), ("2.json", b'{"label": "b"}')],
+        [*pair("1", "a"), ("1.json", b'{"label": 7}'), *pair("2", "b", 1), ("2.json", b'{"label": "beta"}')],
         [*pair("1", "a"), ("._1.jpg", b"x"), ("__MACOSX/._1.cls", b"x"), ("dir/.hidden.jpg", b"x"), *pair("2", "b", 1)],
     ],
 )

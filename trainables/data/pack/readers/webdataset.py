@@ -107,9 +107,9 @@ def _format_key(stem: str) -> str:
 
 
 def _contradict(labels: Sequence[Label | None]) -> bool:
-    """Whether a sample has two classes; a number and a name may mean the same."""
-    texts = [str(label) for label in labels if label is not None]
-    return len(set(texts)) == 2 and len({text.isdigit() for text in texts}) == 1
+    """Whether a sample has two numbers of a class; names may mean the same."""
+    numbers = [int(text) for label in labels if (text := str(label)).isdecimal()]
+    return len(set(numbers)) == 2
 
 
 def _label(content: bytes, name: str) -> Label | None:
