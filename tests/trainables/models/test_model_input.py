@@ -111,7 +111,7 @@ def trained_on(path: Path, image_size: int = 8, **normalization: Any) -> str:
 
 
 def test_student_and_teacher_of_a_job_see_their_own_pixels_of_the_same_crops(tmp_path: Path) -> None:
-    """A student at 224 px under ImageNet's mean, a teacher at 384 px under 0.5."""
+    """A student at 56 px under ImageNet's mean, a teacher at 96 px under 0.5."""
     from torchvision.transforms.v2 import functional
 
     teacher = trained_on(tmp_path / "teacher.safetensors", **HALF)
@@ -120,13 +120,13 @@ def test_student_and_teacher_of_a_job_see_their_own_pixels_of_the_same_crops(tmp
         model="convnet_small",
         data={
             "path": "synthetic",
-            "image_size": 224,
+            "image_size": 56,
             "synthetic_images": 8,
             "synthetic_classes": 10,
             "global_batch_size": 4,
             **IMAGENET,
         },
-        teacher={"model": "convnet_large", "weights": teacher, "image_size": 384},
+        teacher={"model": "convnet_large", "weights": teacher, "image_size": 96},
         train={"log_every": 1, "max_steps": None},
     )
     seen: dict[str, list[Tensor]] = {"student": [], "teacher": []}
@@ -138,10 +138,10 @@ def test_student_and_teacher_of_a_job_see_their_own_pixels_of_the_same_crops(tmp
         (first_batch, *_) = list(job.train_loader.epoch(0))
         pixels = first_batch.images_BCHW.double() / 255
         run_job(job)
-    assert seen["teacher"][0].shape == (4, 3, 384, 384)
+    assert seen["teacher"][0].shape == (4, 3, 96, 96)
     mean, std = IMAGENET["mean"], IMAGENET["std"]
     torch.testing.assert_close(seen["student"][0], functional.normalize(pixels, mean, std), rtol=0, atol=1e-12)
-    resized = functional.resize(pixels, [384, 384], antialias=True)
+    resized = functional.resize(pixels, [96, 96], antialias=True)
     torch.testing.assert_close(seen["teacher"][0], functional.normalize(resized, **HALF), rtol=0, atol=1e-12)
 
 
