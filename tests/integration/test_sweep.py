@@ -62,7 +62,7 @@ def test_a_trial_whose_worker_is_killed_is_begun_again_or_is_a_row(distill: Dist
 
 def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(distill: Distill) -> None:
     run = distill.runs / "killed"
-    keys = ("sweep.space={data.global_batch_size: [32, 64]}", "sweep.steps=250", "tracking.enabled=true")
+    keys = ("sweep.space={data.global_batch_size: [32, 64]}", "sweep.steps=500", "tracking.enabled=true")
     sets = [part for key in keys for part in ("--set", key)]
     command = distill.start("sweep", distill.experiment, "--out", run, *sets)
     wait_until(lambda: "000" in outcomes(run), "first trial", command)
