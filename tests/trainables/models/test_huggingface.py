@@ -138,6 +138,34 @@ def test_its_image_processor_says_how_images_were_prepared(tmp_path: Path) -> No
         library.input(name, "IMAGENET1K_V1")
 
 
+@pytest.mark.parametrize(
+    ("settings", "mean", "std"),
+    [
+        ({"image_mean": 0.5, "image_std": 0.25}, 0.5, 0.25),
+        ({"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [51.0] * 3}, 0.5, 0.2),
+        ({"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [0.5] * 3}, 0.5, 0.25),
+        ({"rescale_factor": 1 / 127.5, "rescale_offset": True, "do_normalize": False}, 0.5, 0.5),
+    ],
+)
+def test_the_range_of_its_pixels_is_part_of_its_mean_and_deviation(
+    settings: dict[str, Any], mean: float, std: float, tmp_path: Path
+) -> None:
+    record = LIBRARIES["transformers"].input(folder(tmp_path, {"model_type": "vit"}, preprocessor_config=settings), "DEFAULT")
+    assert record is not None
+    assert record[1:3] == (pytest.approx((mean,) * 3), pytest.approx((std,) * 3))
+
+
+def test_a_model_of_bgr_images_and_labels_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
+    library = LIBRARIES["transformers"]
+    name = folder(tmp_path / "bgr", {"model_type": "vit"}, preprocessor_config={"do_flip_channel_order": True})
+    for weights in ("DEFAULT", str(tmp_path / "bgr" / "config.json")):
+        with pytest.raises(ModelError, match="takes BGR images"):
+            library.input(name, weights)
+    labels = {"architectures": ["ViTForImageClassification"], "id2label": ["a", "b"]}
+    with pytest.raises(ModelError, match="is not a mapping: write"):
+        library.input(folder(tmp_path / "list", {"model_type": "vit", **labels}), "DEFAULT")
+
+
 @needs_transformers
 @pytest.mark.parametrize("kind", TINY)
 def test_features_are_those_of_transformers_own_forward(kind: str, tmp_path: Path) -> None:
@@ -201,7 +229,7 @@ def test_weights_that_lack_tensors_or_a_classifier_are_refused(tmp_path: Path) -
         with pytest.raises(DistillError, match=r"lacks .*layernorm\.weight"):
             load(name, weights=weights, logits=False)
     name, _ = saved(tmp_path / "dinov3", "dinov3_vit")
-    with pytest.raises(ModelError, match="is a dinov3_vit, of which transformers has no classifier"):
+    with pytest.raises(ModelError, match="is a dinov3_vit, for which transformers has no classifier"):
         build_model(name, num_classes=3, image_size=32, seed=0)
     features: dict[str, Any] = {"teacher": {"model": name}, "distill": {"method": ["embed"], "options": {}}}
     job = jobs.config(tmp_path, model="convnet_small", data={"image_size": 32}, **features)

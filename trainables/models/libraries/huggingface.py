@@ -140,9 +140,11 @@ class HuggingFace(Library):
         repository, revision = source_of(source)
         try:
             use_cache_without_network()
-            state, found = _loaded(model, repository, revision=revision or "main")
+            state, found = _loaded(model, repository, revision=revision or "main", ignore_mismatched_sizes=True)
             if found["missing_keys"]:
                 raise ModelError(f"it lacks {first_three(sorted(found['missing_keys']))}")
+            if other_shapes := sorted(name for name, *_ in found["mismatched_keys"]):
+                raise ModelError(f"its config.json gives other shapes to {first_three(other_shapes)}")
         except Exception as error:  # any way in which the network, the hub's client or the disk can fail
             raise ModelError(
                 f"{source} could not be loaded as a {type(model).__name__} ({first_line(error)}): download all of its files on a "
@@ -154,10 +156,13 @@ class HuggingFace(Library):
     def input(self, name: str, weights: str) -> TrainedInput | None:
         if not Path(weights).is_file():
             return _record(_source(name, weights))
+        folder = f"{FOLDER_SCHEME}{Path(weights).parent}"
         try:
-            return _record(f"{FOLDER_SCHEME}{Path(weights).parent}")
+            if not is_of_transformers(source_config(folder)):
+                return None
         except ModelError:  # a file without a config.json
             return None
+        return _record(folder)
 
     def has_fixed_size(self, name: str) -> bool:
         return FAMILIES[_vision(source_config(name))["model_type"]].has_positions
@@ -277,6 +282,8 @@ def _record(source: str) -> TrainedInput:
     if not is_of_transformers(config):
         raise ModelError(f"{source} is not a transformers model")
     labels = config.get("id2label", TWO_LABELS) if str(config.get("architectures")).endswith(f"{LOGITS}']") else {}
+    if not isinstance(labels, dict):
+        raise ModelError(f'{source}: id2label in its config.json is not a mapping: write {{"0": NAME, "1": NAME, …}}')
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     ids = wordnet_ids(len(names)) if names and names[0].startswith("tench") else ()
     if all(name.startswith("LABEL_") for name in names):  # transformers' placeholder names
@@ -286,21 +293,36 @@ def _record(source: str) -> TrainedInput:
     is_cropped = images.get("do_center_crop", "crop_size" in images)
     crop_pct = images.get("crop_pct") or 1
     resize = int(size / crop_pct) if size < NO_CROP_SIZE else size
-    mean, std = (
-        (images.get("image_mean"), images.get("image_std")) if images.get("do_normalize", True) else ([0.0] * 3, [1.0] * 3)
-    )
-    if images.get("include_top"):  # EfficientNet's processor divides by the deviation twice
-        std = [value**2 for value in std or ()]
     return TrainedInput(
         (_side(images.get("crop_size")) if is_cropped else None) or size,
-        tuple(mean or ()),
-        tuple(std or ()),
+        *_normalization(source, images),
         len(labels),
         resize if images else None,
         dict(enumerate(FILTERS)).get(images.get("resample", -1), "bilinear"),
         names,
         ids,
     )
+
+
+def _normalization(source: str, images: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and deviation of pixels in [0, 1] with which a processor prepares pixels in 0 … 255; () without them.
+
+    Raises ModelError: it reverses the channels.
+    """
+    if images.get("do_flip_channel_order"):
+        raise ModelError(
+            f"{source} takes BGR images (do_flip_channel_order in its preprocessor_config.json), and models here get RGB: "
+            "reverse the input channels of its first convolution, and write false there"
+        )
+    mean, std = (images.get("image_mean"), images.get("image_std")) if images.get("do_normalize", True) else (0.0, 1.0)
+    if mean is None or std is None:
+        return (), ()
+    means, stds = (value if isinstance(value, list) else [value] * 3 for value in (mean, std))
+    if images.get("include_top"):  # EfficientNet's processor divides by the deviation twice
+        stds = [value**2 for value in stds]
+    white = 255 * images.get("rescale_factor", 1 / 255) if images.get("do_rescale", True) else 255
+    offset = 1 if images.get("rescale_offset") else 0
+    return tuple((value + offset) / white for value in means), tuple(value / white for value in stds)
 
 
 def _image_processor(source: str) -> Mapping[str, Any]:
@@ -310,8 +332,9 @@ def _image_processor(source: str) -> Mapping[str, Any]:
             images = source_config(source, file)
         except ModelError:
             continue
-        found: Mapping[str, Any] = images.get("image_processor", images)
-        return found
+        if isinstance(images, dict):
+            found: Mapping[str, Any] = images.get("image_processor", images)
+            return found
     return {}
 
 
