@@ -126,7 +126,7 @@ def test_hugging_faces_metadata_in_json_lines_is_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "classes"),
     [
-        ("path,label\nimages/b.jpg,0.0\nimages/c.jpg,10.0\nimages/d.jpg,2.5\n", ("0", "10", "2.5")),  # of pandas
+        ("path,label\nimages/b.jpg,-7.0\nimages/c.jpg,10.0\nimages/d.jpg,2.5\n", ("-7", "10", "2.5")),  # of pandas
         ("path\tlabel\nimages/b.jpg\tthé\nimages/c.jpg\tcafé\n".encode("utf-16"), ("café", "thé")),  # of Excel
         ("path,label\nimages/b.jpg,thé\n".encode("latin-1"), ("th\\xe9",)),
     ],
