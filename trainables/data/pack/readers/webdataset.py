@@ -73,11 +73,12 @@ class WebdatasetReader(LayoutReader):
                 if key != stem and key in images:
                     self._extra.append(f"{part.name}/{piece.name}")
                     continue
-                own, other = labels.get(key), found["json"].get(key) if key in found["cls"] else None
+                own = labels.get(key)
+                second = found["json"].get(key) if key in found["cls"] else None
                 if not self.labels:
                     label: Label | None = key if key in found["cls"] else None
                 else:
-                    read = [_label(os.pread(raw.fileno(), each.size, each.offset), each.name) for each in (own, other) if each]
+                    read = [_label(os.pread(raw.fileno(), each.size, each.offset), each.name) for each in (own, second) if each]
                     label = read[0] if read else None
                     if _contradict(read):
                         raise DataError(
