@@ -13,7 +13,7 @@ from trainables.failures import failure_of
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the memory that a step takes: what a full card leaves it."""
 MOST_LEFT = 50.0
-"""MiB of tensors that may be left of a job that has ended, beside cuBLAS's workspaces, which a process keeps: 65 on an H100."""
+"""MiB of tensors that may be left of a job that has ended."""
 
 
 def step_once(settings: Settings, pair: Pair, batch: Callable[[], DeviceBatch], size: int, device: torch.device) -> None:
@@ -55,14 +55,14 @@ def double_until_full(settings: Settings) -> Measured:
         seen = verdict_of(partial(step_once, settings, pair, partial(huge_batch, pair, size, device), size, device))
         release(device)
         largest, size = size // factor, size * factor
-    left = left_mib(device)
+    left = left_of_job(device)
     again = verdict_of(partial(step_once, settings, pair, partial(device_batch, pair, first, device), first, device))
     return {
         "batch that fits": largest,
         "kind": seen[0],
         "not oom": int(seen[0] != "out_of_memory"),
         "words": seen[1],
-        "left_mib": left,
+        **left,
         "next job failed": int(again is not None),
     }
 
@@ -91,16 +91,17 @@ def filled(settings: Settings, benchmark: bool) -> Measured:
         "not oom": sum(kind not in ("out_of_memory", "none") for kind in kinds),
         "failed": sum(kind != "none" for kind in kinds),
         "words": "; ".join(f"{count} × {text}" for text, count in words.items()),
-        "left_mib": left_mib(device),
+        **left_of_job(device),
     }
 
 
-def left_mib(device: torch.device) -> float:
-    """MiB that tensors have, without cuBLAS's workspaces."""
+def left_of_job(device: torch.device) -> Measured:
+    """MiB that tensors have, and what is left of it without cuBLAS's workspaces, which a process keeps."""
     if device.type == "cpu":
-        return 0.0
+        return {"left_mib": 0.0, "left_mib without cuBLAS": 0.0}
+    left_mib = torch.cuda.memory_allocated(device) / 2**20
     torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated(device) / 2**20
+    return {"left_mib": left_mib, "left_mib without cuBLAS": torch.cuda.memory_allocated(device) / 2**20}
 
 
 def on_a_full_card(run: Callable[[], None], left_bytes: int, device: torch.device) -> tuple[str, str] | None:
@@ -121,6 +122,7 @@ OF_FILLED = (
     Expected("failed", "fails with at least three of the five", low=3, on_cpu=True),
     Expected("words", "type and words: recorded"),
     Expected("left_mib", f"tensors left afterwards ≤ {MOST_LEFT:g} MiB", high=MOST_LEFT, on_cpu=True),
+    Expected("left_mib without cuBLAS", "of it without cuBLAS's workspaces: recorded"),
 )
 CHECK = Check(
     2,
@@ -136,6 +138,7 @@ CHECK = Check(
                 Expected("words", "type and words: recorded"),
                 Expected("batch that fits", "largest batch that fits: recorded"),
                 Expected("left_mib", f"tensors left afterwards ≤ {MOST_LEFT:g} MiB", high=MOST_LEFT, on_cpu=True),
+                Expected("left_mib without cuBLAS", "of it without cuBLAS's workspaces: recorded"),
                 Expected("next job failed", "the next job in the same process trains", 0, 0, on_cpu=True),
             ),
             5,

@@ -131,10 +131,10 @@ SCRIPTS = (
 )
 EXPECTED: dict[tuple[str, int], tuple[Expected, ...]] = {
     ("bf16", 256): (
-        Expected("images_per_s/ours", "7,600 images/s on an H100", 7000, 8500, estimate=True),
+        Expected("images_per_s/ours", "4,500–6,500 images/s", 4500, 6500, estimate=True),
         Expected("ours/plain", "÷ plain loop ≥ 1.00", low=1.0),
         Expected("ours/torchvision", "÷ torchvision's reference with a teacher ≥ 1.5", low=1.5),
-        Expected("teacher_share", "teacher's share of a step ≤ 0.33 (of its operations: 0.40)", high=0.33),
+        Expected("teacher_share", "teacher's share of a step ≤ 0.30", high=0.30),
     ),
     ("fp32", 256): (
         Expected("images_per_s/ours", "2,300–3,000 images/s", 2300, 3000, estimate=True),
@@ -143,8 +143,8 @@ EXPECTED: dict[tuple[str, int], tuple[Expected, ...]] = {
     ),
     ("bf16", 32): (
         Expected("ours/plain", "÷ plain loop: recorded, compiled see 12"),
-        Expected("host_ms/ours", "host time of a step: recorded"),
-        Expected("device_ms/ours", "GPU 6 ms a step on an H100", 5.5, 6.5, estimate=True),
+        Expected("host_ms/ours", "host 6–8 ms a step", 6, 8, estimate=True),
+        Expected("device_ms/ours", "GPU 5–6 ms a step", 5, 6, estimate=True),
     ),
 }
 RECORDED = (
@@ -154,7 +154,7 @@ RECORDED = (
 )
 CIFAR = {
     "fp32": (
-        Expected("images_per_s/ours", "images/s, bound by the host: recorded"),
+        Expected("images_per_s/ours", "12,000–14,000 images/s", 12_000, 14_000, estimate=True),
         Expected("ours/plain", "÷ plain loop ≥ 1.00", low=1.0),
         *SCRIPTS,
     ),
