@@ -49,8 +49,10 @@ DICTIONARIES = (
 """Subclasses of dict that become plain ones, for Lightning's hyper_parameters."""
 
 
-def load_torch_file(path: Path) -> Any:
+def load_torch_file(path: Path, *, lazily: bool = False) -> Any:
     """Load the content of a torch.save file: tensors, plain values, and `IgnoredValue` for IGNORED_TYPES.
+
+    With `lazily`, a tensor's values are not read before they are used, except from a file of torch before 1.6.
 
     Raises CheckpointError: the file has anything else, which could run code, belongs to another library, or is damaged.
     """
@@ -60,7 +62,7 @@ def load_torch_file(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(replaced), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about another pickle protocol: the errors below explain it
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         blocked = re.search(r"GLOBAL (\S+)", str(error))
         if blocked and _has_module(path):

@@ -13,12 +13,25 @@ from torch import strided as torch_strided
 
 from trainables.errors import CheckpointError, first_line
 from trainables.models.checkpoint_header import INDEX_SUFFIX, is_safetensors
-from trainables.models.foreign_files import SAVE_AGAIN
+from trainables.models.foreign_files import SAVE_AGAIN, is_npz
 from trainables.models.unpickle import load_torch_file
 
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 MAX_DEPTH = 4
 """Maximum search depth; training scripts nest a state dict once or twice."""
+CLASS_KEYS = (
+    "classes",
+    "class_names",
+    "class_to_idx",
+    "idx_to_class",
+    "categories",
+    "names",
+    "label_names",
+    "labels",
+    "id2label",
+    "label2id",
+)
+"""Keys, in upper or lower case, under which training scripts store the names of the classes beside a state dict."""
 
 
 class Candidate(NamedTuple):
@@ -54,6 +67,43 @@ def read_candidates(path: Path) -> list[Candidate]:
     raise CheckpointError(
         f"{path} has no state dict: it has {key!r}, of type {type(value).__name__}, where a tensor was expected: {SAVE_AGAIN}"
     )
+
+
+def recorded_classes(path: Path) -> tuple[str, ...]:
+    """Return the class names in label order that a torch.save file has beside its tensors; () if there are none.
+
+    They are a list or a mapping of names and labels, under one of `CLASS_KEYS`, as many as a weight of the file has rows.
+
+    Raises CheckpointError: it is damaged, another library's, or has two orders of names.
+    """
+    if is_safetensors(path) or is_npz(path) or path.name.endswith(INDEX_SUFFIX):
+        return ()
+    found: dict[tuple[str, ...], str] = {}
+    rows: set[int] = set()
+    values = [("", load_torch_file(path, lazily=True))]
+    for key, value in values:
+        if isinstance(value, Tensor):
+            rows |= {len(value)} if value.ndim > 1 else set()
+        elif key.rpartition(".")[2].lower() in CLASS_KEYS and (names := _in_label_order(value)):
+            found.setdefault(names, key)
+        elif isinstance(value, Mapping) and key.count(".") < MAX_DEPTH:
+            values += [(f"{key}.{inner}" if key else str(inner), each) for inner, each in value.items()]
+    matching = {names: key for names, key in found.items() if len(names) in rows}
+    if len(matching) > 1:
+        keys = " and ".join([*matching.values()][:2])
+        raise CheckpointError(f"{path} has its classes in two orders, in {keys}: remove the wrong one from the file")
+    return next(iter(matching), ())
+
+
+def _in_label_order(value: Any) -> tuple[str, ...]:
+    """Return the names in a list, or in a mapping from or to the labels 0 … K−1; () for anything else."""
+    if isinstance(value, Mapping):
+        name_of = {str(label): name for label, name in value.items()}
+        if not all(isinstance(name, str) for name in name_of.values()):
+            name_of = {str(label): name for name, label in value.items()}
+        value = [name_of.get(str(label)) for label in range(len(value))]
+    is_names = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return tuple(value) if is_names and len(set(value)) == len(value) else ()
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

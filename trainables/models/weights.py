@@ -25,14 +25,14 @@ from trainables.models.convert_state import TRAINED_WITH_CLASSES, converted, loa
 from trainables.models.foreign_files import is_npz
 from trainables.models.forward import COSINES, has_classifier
 from trainables.models.libraries import LIBRARIES
-from trainables.models.libraries.interface import Library
+from trainables.models.libraries.interface import WORDNET_ID, Library
 from trainables.models.libraries.timm import architecture
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct
 from trainables.models.state_match import compare, describe, expected_tensors, find_matches, is_read, part_of
 from trainables.models.tap_names import last_layer
 from trainables.models.trained_input import TrainedInput, header_record, trained_input
-from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors
+from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors, recorded_classes
 from trainables.notices import notice
 from trainables.user_code import file_of, option_key, read_source
 
@@ -57,6 +57,11 @@ class _Weights(NamedTuple):
     """Whether the weights' classes differ from the data's."""
     embeddings: ClassEmbeddings | None = None
     """Turns the model's output into logits; None if its own classifier does."""
+
+    @property
+    def title(self) -> str:
+        """What messages call them."""
+        return f"{self.weights} of {self.name}" if self.path is None else str(self.path)
 
     @property
     def library(self) -> Library:
@@ -223,7 +228,10 @@ def _find_and_load(
             source = _with_own_embeddings(source._replace(rows=_rows(source, classes)))
         else:
             _refuse_classifier(source, source.num_classes, width)
-        return source, *_load(source, size, seed)
+        loaded = _load(source, size, seed)
+        if logits and embeddings is None and not (source.record and (source.record.categories or source.record.wordnet_ids)):
+            notice(f"weights {source.title}: they record no class names; their label 0 is taken for {classes[0]!r}, and so on")
+        return source, *loaded
     except OtherClassesError as error:
         if embeddings is not None:
             _refuse_classifier(source, error.num_classes, width)
@@ -271,13 +279,22 @@ def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weight
     if header is not None:  # it records how the model was built; a model file that the user names is run instead of its own
         built = check_model_name(header.model)
         name, found = (name, found._replace(arguments=built.arguments)) if file_of(name) else (header.model, built)
-    record = header_record(header) if header is not None else trained_input(name, weights)
+    record = header_record(header) if header is not None else _with_file_classes(trained_input(name, weights), path)
     return _Weights(name, found, weights, path, header, record, record.num_classes if record else num_classes, None, key)
+
+
+def _with_file_classes(record: TrainedInput | None, path: Path | None) -> TrainedInput | None:
+    """Add the class names that the weight file itself records, if `record` has none."""
+    if path is None or (record is not None and record.categories) or not (names := recorded_classes(path)):
+        return record
+    ids = names if all(map(WORDNET_ID.fullmatch, names)) else ()
+    record = record or TrainedInput(0, (), (), 0)  # only the classes of a record are read in this module
+    return record._replace(num_classes=len(names), categories=names, wordnet_ids=ids)
 
 
 def _rows(source: _Weights, classes: Sequence[str]) -> tuple[int, ...] | None:
     """Return the classifier rows of the data's classes (see `class_rows`). Raises OtherClassesError."""
-    what = f"{source.weights} of {source.name}" if source.path is None else str(source.path)
+    what = source.title
     if source.record is None:
         return None
     if not source.num_classes or not classes:

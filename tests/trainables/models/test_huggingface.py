@@ -155,6 +155,41 @@ def test_the_range_of_its_pixels_is_part_of_its_mean_and_deviation(
     assert record[1:3] == (pytest.approx((mean,) * 3), pytest.approx((std,) * 3))
 
 
+@pytest.mark.parametrize(
+    ("size", "side", "said"),
+    [
+        ({"height": 192, "width": 256}, 192, "images of 192 × 256 pixels; here they are squares of 192"),
+        ({"longest_edge": 256}, 256, "images whose longer side has 256 pixels; here they are squares of that side"),
+        ([128, 128], 128, ""),
+    ],
+)
+def test_images_that_are_not_squares_are_said_to_be_made_square(size: Any, side: int, said: str, tmp_path: Path) -> None:
+    name, lines = folder(tmp_path, {"model_type": "vit"}, preprocessor_config={"size": size}), list[str]()
+    with notices_to(lines.append):
+        record = LIBRARIES["transformers"].input(name, "DEFAULT")
+    assert record is not None
+    assert (record.image_size, record.val_resize) == (side, side)
+    assert lines == ([f"{name}: it was trained on {said}"] if said else [])
+
+
+def test_a_processor_that_does_not_resize_leaves_the_size_to_the_model_and_text_is_no_size(tmp_path: Path) -> None:
+    unused = {"do_resize": False, "size": {"height": 32, "width": 32}}
+    name = folder(tmp_path / "as_is", {"model_type": "vit", "image_size": 64}, preprocessor_config=unused)
+    record = LIBRARIES["transformers"].input(name, "DEFAULT")
+    assert record is not None
+    assert (record.image_size, record.val_resize) == (64, None)
+    name = folder(tmp_path / "text", {"model_type": "vit"}, preprocessor_config={"size": "32"})
+    with pytest.raises(ModelError, match="the image size '32' in its JSON files is not a number of pixels: write 224, say"):
+        LIBRARIES["transformers"].input(name, "DEFAULT")
+
+
+def test_the_labels_of_a_config_that_does_not_name_its_class_are_the_classifiers(tmp_path: Path) -> None:
+    name = folder(tmp_path, {"model_type": "vit", "id2label": {"0": "fox", "1": "cat"}})
+    record = LIBRARIES["transformers"].input(name, "DEFAULT")
+    assert record is not None
+    assert (record.num_classes, record.categories) == (2, ("fox", "cat"))
+
+
 def test_a_model_of_bgr_images_and_labels_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
     library = LIBRARIES["transformers"]
     name = folder(tmp_path / "bgr", {"model_type": "vit"}, preprocessor_config={"do_flip_channel_order": True})

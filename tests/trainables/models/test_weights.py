@@ -391,3 +391,37 @@ def test_a_checkpoint_says_with_which_arguments_its_model_was_built(tmp_path: Pa
     assert "is a convnet_small(widths=[4, 8, 12]), not a convnet_small(widths=[4, 8, 9])" in refusal(
         path, "convnet_small(widths=[4, 8, 9])"
     )
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"classes": ["d", "c", "b", "a"]},
+        {"class_to_idx": {"a": 3, "b": 2, "c": 1, "d": 0}},
+        {"meta": {"CLASSES": ("d", "c", "b", "a")}},
+        {"meta": {"dataset_meta": {"classes": ("d", "c", "b", "a")}}},
+        {"hyper_parameters": {"id2label": {"0": "d", "1": "c", "2": "b", "3": "a"}}},
+        {"idx_to_class": {0: "d", 1: "c", 2: "b", 3: "a"}, "classes": ["d", "c", "b", "a"]},
+    ],
+)
+def test_class_names_beside_a_state_dict_are_those_of_its_classifiers_rows(beside: dict[str, Any], tmp_path: Path) -> None:
+    written = convnet()
+    torch.save({"state_dict": written.state_dict(), "names": ["a", "b", "c"], "epoch": 3, **beside}, tmp_path / "model.pth")
+    lines: list[str] = []
+    with notices_to(lines.append):
+        model = load(tmp_path / "model.pth", classes=("a", "b", "c", "d"))
+        images_BCHW = torch.rand(2, 3, 8, 8)
+        assert torch.equal(model(images_BCHW), written.eval()(images_BCHW).flip(1))
+        assert load(tmp_path / "model.pth", classes=("b", "d"))(images_BCHW).shape == (2, 2)
+    assert f"weights {tmp_path / 'model.pth'}: 4 of its 4 classes are used, by name, in the order of the data's" in lines
+
+
+def test_a_file_without_class_names_is_said_to_be_matched_by_order_and_two_orders_are_refused(tmp_path: Path) -> None:
+    lines: list[str] = []
+    torch.save(convnet().state_dict(), tmp_path / "bare.pth")
+    with notices_to(lines.append):
+        load(tmp_path / "bare.pth", classes=("a", "b", "c", "d"))
+    assert lines == [f"weights {tmp_path / 'bare.pth'}: they record no class names; their label 0 is taken for 'a', and so on"]
+    orders = {"classes": ["a", "b", "c", "d"], "meta": {"CLASSES": ["d", "c", "b", "a"]}}
+    torch.save({"model": convnet().state_dict(), **orders}, tmp_path / "both.pth")
+    assert "has its classes in two orders, in classes and meta.CLASSES" in refusal(tmp_path / "both.pth")

@@ -32,6 +32,7 @@ from trainables.models.libraries.timm import (
     use_cache_without_network,
     wordnet_ids,
 )
+from trainables.notices import notice
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -141,15 +142,18 @@ class HuggingFace(Library):
         try:
             use_cache_without_network()
             state, found = _loaded(model, repository, revision=revision or "main", ignore_mismatched_sizes=True)
-            if found["missing_keys"]:
-                raise ModelError(f"it lacks {first_three(sorted(found['missing_keys']))}")
-            if other_shapes := sorted(name for name, *_ in found["mismatched_keys"]):
-                raise ModelError(f"its config.json gives other shapes to {first_three(other_shapes)}")
         except Exception as error:  # any way in which the network, the hub's client or the disk can fail
             raise ModelError(
                 f"{source} could not be loaded as a {type(model).__name__} ({first_line(error)}): download all of its files on a "
                 f"machine with network access, and write {FOLDER_SCHEME}FOLDER"
             ) from None
+        if found["missing_keys"]:
+            raise ModelError(f"{source} lacks {first_three(sorted(found['missing_keys']))}: use a complete copy of its weights")
+        if other_shapes := sorted(name for name, *_ in found["mismatched_keys"]):
+            raise ModelError(
+                f"{source}: its config.json gives other shapes to {first_three(other_shapes)}: use the config.json that was "
+                "saved with these weights"
+            )
         model.load_state_dict(state)
         return model
 
@@ -281,7 +285,10 @@ def _record(source: str) -> TrainedInput:
     config = source_config(source)
     if not is_of_transformers(config):
         raise ModelError(f"{source} is not a transformers model")
-    labels = config.get("id2label", TWO_LABELS) if str(config.get("architectures")).endswith(f"{LOGITS}']") else {}
+    if config.get("architectures"):
+        labels = config.get("id2label", TWO_LABELS) if config["architectures"][-1].endswith(LOGITS) else {}
+    else:
+        labels = config.get("id2label", {})
     if not isinstance(labels, dict):
         raise ModelError(f'{source}: id2label in its config.json is not a mapping: write {{"0": NAME, "1": NAME, …}}')
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
@@ -289,15 +296,16 @@ def _record(source: str) -> TrainedInput:
     if all(name.startswith("LABEL_") for name in names):  # transformers' placeholder names
         names = ()
     images = _image_processor(source)
-    size = _side(images.get("size")) or _side(_vision(config).get("image_size")) or DEFAULT_SIZE
+    resized = images.get("size") if images.get("do_resize", True) else None
+    size = _side(source, resized) or _side(source, _vision(config).get("image_size")) or DEFAULT_SIZE
     is_cropped = images.get("do_center_crop", "crop_size" in images)
     crop_pct = images.get("crop_pct") or 1
     resize = int(size / crop_pct) if size < NO_CROP_SIZE else size
     return TrainedInput(
-        (_side(images.get("crop_size")) if is_cropped else None) or size,
+        (_side(source, images.get("crop_size")) if is_cropped else None) or size,
         *_normalization(source, images),
         len(labels),
-        resize if images else None,
+        resize if resized else None,
         dict(enumerate(FILTERS)).get(images.get("resample", -1), "bilinear"),
         names,
         ids,
@@ -338,9 +346,22 @@ def _image_processor(source: str) -> Mapping[str, Any]:
     return {}
 
 
-def _side(size: Any) -> int | None:
-    """Return the side of a square from a number, a list of two or a dictionary; None if absent."""
+def _side(source: str, size: Any) -> int | None:
+    """Return the side of a square from a number, a list of two or a dictionary, as `source` records it; None if absent.
+
+    A notice tells what is not a square. Raises ModelError: it is not a number.
+    """
+    sides = size
     if isinstance(size, dict):
-        size = size.get("height") or size.get("shortest_edge")
-    side: int | None = size[0] if isinstance(size, list) else size
+        edge = size.get("shortest_edge") or size.get("longest_edge")
+        sides = [size["height"], size.get("width")] if size.get("height") else edge
+        if edge and not size.get("shortest_edge"):
+            notice(f"{source}: it was trained on images whose longer side has {edge} pixels; here they are squares of that side")
+    side, *other = sides if isinstance(sides, list) and sides else [sides]
+    if side is None:
+        return None
+    if not isinstance(side, int) or side < 1:
+        raise ModelError(f"{source}: the image size {size!r} in its JSON files is not a number of pixels: write 224, say")
+    if other and other[0] not in (side, None):
+        notice(f"{source}: it was trained on images of {side} × {other[0]} pixels; here they are squares of {side}")
     return side
