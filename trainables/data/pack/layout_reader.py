@@ -17,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError, read_file
-from trainables.data.interface import HOLD_OUT
+from trainables.data.interface import HOLD_OUT, NO_LABELS
 from trainables.data.order import Split
 from trainables.data.split_names import PURPOSES, SPLIT_NAMES, SPLIT_OF, choose_splits, is_hidden, known_split_names, report_names
 from trainables.errors import DataError, first_three, printable
 from trainables.notices import notice
 
 _WORD = re.compile(r"[a-z]+")
+_DECIMAL = re.compile(r"(?i)nan|[-+]?(\d+\.\d*|\.\d+)(e[-+]?\d+)?")
+_SEPARATOR = re.compile(r"\s*[|;,]\s*|\s+")
 _VAL_SHARE = 0.1
 _MAX_DEPTH = 2
 """The number of folders between a source and its files, as in Hugging Face's CONFIG/SPLIT/0000.parquet."""
@@ -121,7 +123,8 @@ class LayoutReader(ABC):
             num_unlabeled = 0
             for part in parts:
                 first = len(labels[split])
-                for location, label in self.samples(part):
+                for location, written in self.samples(part):
+                    label = self._whole(written, location) if self.labels and isinstance(written, str) else written
                     if self.labels and label in (-1, "-1"):
                         num_unlabeled += 1
                         continue
@@ -140,11 +143,32 @@ class LayoutReader(ABC):
                     raise DataError(f"{self.root}: all {lines}; give a labeled split")
                 notice(f"{self.root}: {lines} and are skipped")
         both = {location for location in locations["train"] if isinstance(location, str)}.intersection(locations["val"])
-        if both and len(both) < len(locations["val"]):
+        if both:
             notice(f"{self.root}: {len(both)} of the validation images are training images too: {first_three(sorted(both))}")
+        self._refuse_several(locations, labels)
         classes, labels_N = self._numbered(labels)
         splits = {split: SplitListing(locations[split], labels_N[split]) for split in labels}
         return Listing(classes, splits if "val" in parts_of else self._held_out(splits["train"], classes), self.pixels)
+
+    def _whole(self, label: str, location: Location) -> str:
+        """Return 3 for 3.0 and 3.000e+00, as pandas and numpy write whole numbers. Raises DataError for other fractions."""
+        if not _DECIMAL.fullmatch(label):
+            return label
+        if not float(label).is_integer():
+            raise DataError(f"{self.given}: {self.name(location)} has the class {label}: write whole numbers or names")
+        return str(int(float(label)))
+
+    def _refuse_several(self, locations: Mapping[Split, list[Location]], labels: Mapping[Split, list[Any]]) -> None:
+        """Raise DataError if a label in text is several: numbers, or other samples' labels, with a separator between them."""
+        every = {label for of_split in labels.values() for label in of_split if isinstance(label, str)}
+        for label in sorted(every):
+            parts = _SEPARATOR.split(label)
+            if len(parts) > 1 and all(part.isdigit() or part in every for part in parts):
+                split: Split = "train" if label in labels["train"] else "val"
+                name = self.name(locations[split][labels[split].index(label)])
+                raise DataError(
+                    f"{self.given}: {name} has several classes ({label}), and an image here has one: write one; {NO_LABELS}"
+                )
 
     def _held_out(self, every: SplitListing, classes: Sequence[str]) -> dict[Split, SplitListing]:
         """Split a source without a validation split. Raises DataError if a split, or a class in training, would be empty."""

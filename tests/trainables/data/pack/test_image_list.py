@@ -1,5 +1,6 @@
 """Lists of image files and their classes, as people write them."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from tests.trainables.data.packed import contents, names, noticed, packed, refusal
 from tests.trainables.data.photos import encoded, photo
 from trainables.data.pack.readers.image_list import ImageListReader
+from trainables.errors import DataError
 from trainables.notices import notices_to
 
 JPEGS = [encoded(photo(seed), "JPEG") for seed in range(4)]
@@ -126,7 +128,8 @@ def test_hugging_faces_metadata_in_json_lines_is_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "classes"),
     [
-        ("path,label\nimages/b.jpg,-7.0\nimages/c.jpg,10.0\nimages/d.jpg,2.5\n", ("-7", "10", "2.5")),  # of pandas
+        ("path,label\nimages/b.jpg,-7.0\nimages/c.jpg,10.0\n", ("-7", "10")),  # of pandas
+        ("images/b.jpg 0.000e+00\nimages/c.jpg 1.000e+00\n", ("0", "1")),  # of numpy
         ("path\tlabel\nimages/b.jpg\tthé\nimages/c.jpg\tcafé\n".encode("utf-16"), ("café", "thé")),  # of Excel
         ("path,label\nimages/b.jpg,thé\n".encode("latin-1"), ("th\\xe9",)),
     ],
@@ -135,6 +138,21 @@ def test_classes_as_other_programs_write_them_are_read(tmp_path: Path, text: str
     root = write_lists(tmp_path / "set", {})
     (root / "list.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert ImageListReader(root, val_share=0).listing().classes == classes
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ("images/b.jpg,1\nimages/c.jpg,0.5\n", "images/c.jpg has the class 0.5: write whole numbers or names"),
+        ("images/b.jpg,1.0\nimages/c.jpg,nan\n", "images/c.jpg has the class nan"),
+        ("images/b.jpg,0\nimages/c.jpg,0|2\n", "images/c.jpg has several classes (0|2), and an image here has one"),
+        ("images/b.jpg,cat\nimages/c.jpg,dog\nimages/d.jpg,dog; cat\n", "images/d.jpg has several classes (dog; cat)"),
+    ],
+)
+def test_labels_that_are_not_one_class_are_refused_with_their_image(rows: str, problem: str, tmp_path: Path) -> None:
+    root = write_lists(tmp_path / "set", {"list.csv": f"path,label\n{rows}"})
+    with pytest.raises(DataError, match=re.escape(problem)):
+        ImageListReader(root, val_share=0).listing()
 
 
 def test_what_a_list_says_twice_is_a_notice_or_refused(tmp_path: Path) -> None:

@@ -223,7 +223,6 @@ def _rows(path: Path, labels: bool) -> Iterator[_Row]:
         if number == 0 and row[at].strip().lower() in _PATH_FIELDS:
             continue
         label = "".join(row[columns[label_at] :][:1]).strip() if label_at else ""
-        label = re.sub(r"^(-?\d+)\.0$", r"\1", label)  # as pandas writes integers among which one was missing
         if len(row) <= at or (labels and not label):
             raise DataError(f"{path}: row {line} ({','.join(row)}) has no class; write rows of path,label")
         split = "".join(row[columns["split"] :][:1]).strip() if "split" in columns else ""
