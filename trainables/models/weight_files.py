@@ -76,7 +76,7 @@ def recorded_classes(path: Path) -> tuple[str, ...]:
 
     Raises CheckpointError: it is damaged, another library's, or has two orders of names.
     """
-    if is_safetensors(path) or is_npz(path) or path.name.endswith(INDEX_SUFFIX):
+    if is_safetensors(path) or is_npz(path) or path.name.endswith(INDEX_SUFFIX) or SHARD.search(path.name):
         return ()
     found: dict[tuple[str, ...], str] = {}
     rows: set[int] = set()
