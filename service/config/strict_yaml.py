@@ -80,10 +80,12 @@ def parse_marked(text: str, where: str) -> tuple[Any, dict[str, str]]:
         loader = _Loader(text)
         loader.name = where
         node = loader.get_single_node()
-        marks = dict(islice(_marks(node), MAX_VALUES)) if node is not None else {}
-        if len(marks) == MAX_VALUES:
+        if node is None:
+            return None, {}
+        if sum(1 for _ in islice(_marks(node), MAX_VALUES)) == MAX_VALUES:
             raise ExperimentError(f"{where}: its aliases (`*name`) repeat {MAX_VALUES:,} values: write out what is meant")
-        return None if node is None else loader.construct_document(node), marks
+        value = loader.construct_document(node)  # also replaces `<<` in each node by the keys that it merges
+        return value, dict(_marks(node))
     except RecursionError as error:
         raise ExperimentError(f"{where}: nested more than {MAX_DEPTH} deep: an experiment needs three levels") from error
     except yaml.YAMLError as error:

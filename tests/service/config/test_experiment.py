@@ -694,6 +694,14 @@ def test_aliases_may_repeat_what_an_experiment_repeats(tmp_path: Path) -> None:
     assert optim.losses["task"] == optim.losses["kd"]
 
 
+def test_a_key_that_is_merged_into_a_mapping_is_from_the_line_that_wins(tmp_path: Path) -> None:
+    kd, task = "    kd: &own {lr: 0.1, momentum: 0.5}\n", "    task:\n      <<: *own\n      lr: 0.2\n"
+    path = written(tmp_path, f"base: digits\noptim:\n  losses:\n{kd}{task}")
+    sources = load(path).sources
+    assert sources["optim.losses.task.momentum"] == sources["optim.losses.kd.momentum"] == f"{path}:4:24"
+    assert sources["optim.losses.task.lr"] == f"{path}:7:7"
+
+
 def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     with open(path, "wb") as file:
