@@ -41,8 +41,8 @@ class WrittenDataConfig(DataConfig):
     # Wider than the base class, which is what workers get: `auto` is a number by then.
     global_batch_size: Count | Literal["auto"] = Field(  # type: ignore[assignment]
         128,
-        description="samples per optimizer step over all workers; auto: `distill train` times batches first, and takes the "
-        "smallest that is about as fast as the fastest that fits",
+        description="samples per optimizer step over all workers; auto: `distill train` times batches and takes the smallest "
+        "about as fast as the fastest that fits",
     )
 
 
@@ -68,8 +68,7 @@ class Experiment(Section):
     teacher: TeacherConfig | None = None
     teachers: tuple[TeacherOfSeveralConfig, ...] = Field(
         (),
-        description="several instead of `teacher`, all with weights: methods on logits imitate the mean of their probabilities, "
-        "others each one",
+        description="several instead of `teacher`: methods on logits imitate the mean of their probabilities, others each one",
     )
     assistants: tuple[AssistantConfig, ...] = Field(
         (), description="models between teacher and student: each learns from the one before it, the student from the last"

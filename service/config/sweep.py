@@ -39,20 +39,20 @@ class SweepConfig(Section):
     num_samples: Count = Field(16, description="random, asha: number of trials")
     steps: Count | None = Field(
         None,
-        description="a timing sweep: steps of a trial after its warm-up (guided: at most; absent: 60); absent: its epochs",
+        description="timing sweep: steps of a trial after its warm-up (guided: at most; absent: 60); absent: its epochs",
     )
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.025,
-        description="guided: stop when a point not measured is better by more than this share with a probability of at most 10 %",
+        description="guided: stop when any other point is better by more than this share with a probability of at most 10 %",
     )
     budget_grid_share: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="guided: its cost, of measuring every point once for 40 steps; absent: 0.35, or 0.6 of up to 50 points",
+        description="guided: largest cost relative to 40 steps of every point; absent: 0.35, or 0.6 with up to 50 points",
     )
-    budget_gpu_h: Positive | None = Field(None, description="guided: what the search may cost in GPU-hours")
+    budget_gpu_h: Positive | None = Field(None, description="guided: largest cost in GPU-hours")
     trial_limit_s: Positive | None = Field(
         None,
-        description="seconds, restarts included, after which a trial ends as failed; absent: no limit",
+        description="seconds, restarts included, after which a trial ends as failed",
     )
     max_concurrent: Count = Field(
         1, description="trials at a time, if resources allow; where speeds are compared, none shares cores or a teacher"

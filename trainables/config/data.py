@@ -25,11 +25,11 @@ class PolicyConfig(Section):
 
 
 class ColorJitterConfig(Section):
-    """How far colors may change: factors from 1 - value to 1 + value; hue by a fraction of the color circle."""
+    """How far colors may change."""
 
-    brightness: NonNegative = Field(0.0, description="factor from 1 - value to 1 + value")
-    contrast: NonNegative = Field(0.0, description="factor from 1 - value to 1 + value")
-    saturation: NonNegative = Field(0.0, description="factor from 1 - value to 1 + value")
+    brightness: NonNegative = Field(0.0, description="factor of 1 ± value at most")
+    contrast: NonNegative = Field(0.0, description="factor of 1 ± value at most")
+    saturation: NonNegative = Field(0.0, description="factor of 1 ± value at most")
     hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="shift by up to this fraction of the color circle")
     probability: Probability = Field(1.0, description="probability that an image is changed")
 
@@ -57,8 +57,7 @@ class MoreDataConfig(Section):
     share: Annotated[float, Field(gt=0, lt=1)] = Field(description="share of each global batch; the rest comes from data.path")
     labels: bool | None = Field(
         None,
-        description="use its labels, matched by class name; data.path must have all its classes; absent: if both have the same "
-        "classes",
+        description="use its labels, by class name; data.path must have all its classes; absent: if both have the same",
     )
 
 
@@ -70,14 +69,13 @@ class DataConfig(Section):
         min_length=1,
         description="`digits`, `synthetic`, a packed set, a folder with train/CLASS/* and val/CLASS/*, or another layout",
     )
-    labels: bool = Field(True, description="false: the images have no labels, or their labels are ignored")
+    labels: bool = Field(True, description="false: there are none, or they are ignored")
     more: tuple[MoreDataConfig, ...] = Field(
-        (), description="additional sets mixed into each training batch; an epoch is one pass over data.path"
+        (), description="more sets, mixed into each training batch; an epoch is one pass over data.path"
     )
     val_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="share of the images to hold out for validation if the source has no validation split; absent: 0.1 without "
-        "labels, none with labels",
+        description="share of the images to hold out if there is no validation split; absent: 0.1 without labels, else none",
     )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
@@ -85,11 +83,11 @@ class DataConfig(Section):
     )
     loader: Literal["auto", "threads", "process"] = Field(
         "auto",
-        description="decode in threads of the training process or in a separate process; auto: a process if training on a GPU",
+        description="decode in threads of the training process or in a separate process; auto: a process on a GPU",
     )
     image_size: ImageSize = Field(
         8,
-        description="height and width of the crops in pixels; absent for image files: the size the student was designed for",
+        description="height and width of crops in pixels; absent for image files: the size the student was designed for",
     )
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"

@@ -11,11 +11,11 @@ from trainables.config.section import Count, Section
 
 
 class EvalConfig(Section):
-    """Where a training is evaluated, and how the features of a student without a classifier are scored."""
+    """When the student is evaluated, and how one without a classifier is scored."""
 
     asynchronous: bool = Field(
         False,
-        description="evaluate while the next epoch trains, on one worker more, where the cluster has room for that",
+        description="evaluate while the next epoch trains, on one more worker if the cluster has room",
     )
     path: str | None = Field(
         None,

@@ -37,18 +37,17 @@ class TrainingConfig(Section):
 
     task_loss: Literal["cross_entropy", "bce"] = Field(
         "cross_entropy",
-        description="loss on the labels; bce: binary cross-entropy averaged over the classes: with a teacher, raise "
-        "distill.task_weight",
+        description="loss on the labels; bce: binary cross-entropy, mean over classes: with a teacher, raise distill.task_weight",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="student: share of each training label that is spread over all classes"
+        0.0, description="student: share of each label that is spread over all classes"
     )
     bce_threshold: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="task_loss bce: mixed or smoothed targets above this become 1, others 0; absent: unchanged"
     )
 
     progressive: tuple[ProgressiveConfig, ...] = Field(
-        (), description="student: smaller images in the first parts of training; then, and in evaluations, data.image_size"
+        (), description="student: smaller images in the first parts of training; evaluations use data.image_size"
     )
     channels_last: bool | Literal["auto"] = Field(
         "auto", description="channels_last memory format; auto: in bf16 and fp16, and on a CPU in fp32"
@@ -59,7 +58,7 @@ class TrainingConfig(Section):
     )
     gradient_checkpointing: bool = Field(
         False,
-        description="student: recompute activations in the backward pass to save memory; timm and transformers models",
+        description="student of timm or transformers: recompute activations in the backward pass to save memory",
     )
     log_every: Count = Field(20, description="steps between log lines, at most 30 s apart")
     checkpoint_every: Count = Field(500, description="steps between checkpoints within an epoch; each epoch also ends with one")
@@ -74,7 +73,7 @@ class TrainingConfig(Section):
         None, description="student: stop after the first evaluation whose top-1 accuracy reaches this"
     )
     until_s: Positive | None = Field(
-        None, description="student: stop after the epoch in which training time, without evaluations, reaches this many seconds"
+        None, description="student: stop after the epoch in which training time (without evaluations) reaches this"
     )
     noise_scale: bool = Field(
         False, description="measure the gradient noise scale; until_top1_pct and time_to_accuracy always do"

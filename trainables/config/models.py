@@ -50,7 +50,7 @@ class ModelConfig(Section):
         description="a built-in, torchvision or timm (`timm/NAME`) model, `local-dir:FOLDER`, `hf-hub:OWNER/NAME`, or your own "
         "FILE.py:CLASS",
     )
-    args: dict[str, Any] = Field({}, description="additional arguments for the library's constructor, plain values")
+    args: dict[str, Any] = Field({}, description="arguments for the library's constructor, plain values")
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +66,7 @@ class StudentConfig(ModelConfig):
     weights: str | None = Field(
         None,
         min_length=1,
-        description="initial weights, as teacher.weights, including the classifier if it has the data's classes; absent: random",
+        description="initial weights, as teacher.weights, with the classifier if it has the data's classes; absent: random",
     )
     weights_key: str | None = Field(None, min_length=1, description="as teacher.weights_key")
     freeze: bool = Field(False, description="train only the classifier")
@@ -87,8 +87,7 @@ class WeightedConfig(ModelConfig):
     weights_key: str | None = Field(
         None,
         min_length=1,
-        description="entry or key prefix of the model in a weights file, such as `state_dict`; absent: the one that fits, EMA "
-        "weights first",
+        description="entry or key prefix in a weights file, such as `state_dict`; absent: the one that fits, EMA weights first",
     )
     weights: str | None = Field(
         None,
@@ -96,8 +95,8 @@ class WeightedConfig(ModelConfig):
     )
     classes: str | None = Field(
         None,
-        description="a .npy file of (K, D) floats, one embedding per class; the .txt next to it names the classes, else they are "
-        "in the data's order",
+        description="a .npy file of (K, D) floats, one embedding per class; the .txt next to it names them, else they are in "
+        "the data's order",
     )
     logit_scale: Positive | None = Field(
         None, description="factor from the cosine to `classes` or class means to logits; absent: 100, as in CLIP"
@@ -108,11 +107,11 @@ class WeightedConfig(ModelConfig):
     cache: str | None = Field(
         None,
         min_length=1,
-        description="folder shared by all nodes, in which all runs store the outputs of the teacher and the assistants",
+        description="folder on all nodes for the outputs of the teacher and the assistants; runs may share it",
     )
     cache_top_k: Count | None = Field(None, description="store only the k largest logits and the sum of the rest")
     cache_epochs: Count | None = Field(
-        None, description="epochs with different augmentations, which then repeat; absent: all epochs differ"
+        None, description="epochs with different augmentations, which then repeat; absent: all differ"
     )
     cache_feature_dtype: Literal["float16", "fp8"] | None = Field(
         None, description="dtype of stored features; fp8: e4m3; absent: float16"
@@ -170,23 +169,23 @@ class TeacherConfig(WeightedConfig):
 
     finetune: bool | None = Field(
         None,
-        description="first fine-tune `weights` on the labels, with a new classifier if the classes differ; absent: only if they "
-        "differ and a method reads logits",
+        description="first fine-tune `weights`, with a new classifier if the classes differ; absent: only if they differ and a "
+        "method reads logits",
     )
     head: Literal["class_means"] | None = Field(
         None,
-        description="a classifier for `weights` that needs no training: the cosine to the mean feature of each class",
+        description="a classifier without training: the cosine to the mean feature of each class",
     )
     epochs: Count | None = Field(None, description="epochs of its training or fine-tuning; absent: optim.epochs")
     lr: Positive | None = Field(None, description="peak learning rate of its training or fine-tuning; absent: optim.lr")
     lr_head: Positive | None = Field(None, description="peak learning rate of its classifier; absent: teacher.lr")
-    layer_decay: LayerDecay | None = Field(None, description="as optim.layer_decay; absent: none")
+    layer_decay: LayerDecay | None = Field(None, description="as optim.layer_decay")
     service: Annotated[Count, Field(le=1024)] | None = Field(
-        None, description="number of Ray actors that compute its outputs for all students, instead of a teacher in each worker"
+        None, description="number of Ray actors that run it for all students, instead of a copy in each worker"
     )
     placement: Literal["auto", "whole", "sharded"] = Field(
         "auto",
-        description="a whole copy in each worker, or its parameters sharded over the workers; auto: whole if it fits on a GPU",
+        description="whole: a copy in each worker; sharded: its parameters divided among them; auto: whole if it fits on a GPU",
     )
 
     @property

@@ -14,17 +14,17 @@ Schedule = Literal["constant", "step", "cosine", "wsd"]
 class LossOptimConfig(Section):
     """A separate optimizer for one loss; absent keys are those of the enclosing section."""
 
-    name: str | None = Field(None, min_length=1, description="as optim.name, except dot; absent: the same")
-    args: dict[str, Any] | None = Field(None, description="as optim.args; absent: the same")
-    lr: Positive | None = Field(None, description="as optim.lr; absent: the same")
-    schedule: Schedule | None = Field(None, description="as optim.schedule; absent: the same")
-    milestones: tuple[Count, ...] | None = Field(None, description="as optim.milestones; absent: the same")
-    gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="as optim.gamma; absent: the same")
-    warmup_epochs: NonNegative | Literal["auto"] | None = Field(None, description="as optim.warmup_epochs; absent: the same")
-    warmup_steps: Natural | None = Field(None, description="as optim.warmup_steps; absent: the same")
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="as optim.momentum; absent: the same")
-    nesterov: bool | None = Field(None, description="as optim.nesterov; absent: the same")
-    weight_decay: NonNegative | None = Field(None, description="as optim.weight_decay; absent: the same")
+    name: str | None = Field(None, min_length=1, description="not dot; absent: optim.name")
+    args: dict[str, Any] | None = Field(None, description="absent: optim.args")
+    lr: Positive | None = Field(None, description="absent: optim.lr")
+    schedule: Schedule | None = Field(None, description="absent: optim.schedule")
+    milestones: tuple[Count, ...] | None = Field(None, description="absent: optim.milestones")
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="absent: optim.gamma")
+    warmup_epochs: NonNegative | Literal["auto"] | None = Field(None, description="absent: optim.warmup_epochs")
+    warmup_steps: Natural | None = Field(None, description="absent: optim.warmup_steps")
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="absent: optim.momentum")
+    nesterov: bool | None = Field(None, description="absent: optim.nesterov")
+    weight_decay: NonNegative | None = Field(None, description="absent: optim.weight_decay")
 
 
 class OptimConfig(Section):
@@ -33,31 +33,29 @@ class OptimConfig(Section):
     name: str = Field(
         "sgd",
         min_length=1,
-        description="sgd, adamw, or one of timm.optim.list_optimizers(), such as lamb or muon; dot: the Distillation-Oriented "
-        "Trainer, SGD with separate momenta for the task and the methods",
+        description="sgd, adamw, dot (Distillation-Oriented Trainer), or one of timm.optim.list_optimizers(), such as lamb",
     )
-    args: dict[str, Any] = Field({}, description="additional arguments for its constructor, such as betas: [0.9, 0.95]")
+    args: dict[str, Any] = Field({}, description="arguments for its constructor, such as betas: [0.9, 0.95]")
     losses: dict[str, LossOptimConfig] = Field(
-        {}, description="`task`, a method or METHOD/TERM → keys of this section that differ in an optimizer of its own"
+        {}, description="`task`, a method or METHOD/TERM → an optimizer of its own: the keys that differ"
     )
     delta: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.075, description="dot: the task's momentum is `momentum` minus delta, the methods' is `momentum` plus delta"
+        0.075, description="dot: the momentum is `momentum` minus delta for the task, plus delta for the methods"
     )
     epochs: Count = Field(10, description="epochs of training")
     lr: Positive = Field(0.1, description="peak learning rate")
     lr_head: Positive | None = Field(None, description="peak learning rate of the classifier; absent: lr")
     layer_decay: LayerDecay | None = Field(
         None,
-        description="timm models: each layer's learning rate is that of the next layer times this; absent: all the same",
+        description="timm models: each layer's learning rate is that of the next layer times this",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch; sqrt: by its square root"
+        "none", description="linear: multiply lr by global_batch_size / lr_base_batch; sqrt: by its square root"
     )
-    lr_base_batch: Count = Field(256, description="global batch size that lr is meant for, with lr_scaling")
+    lr_base_batch: Count = Field(256, description="global batch size that lr is meant for")
     schedule: Schedule = Field(
         "cosine",
-        description="how the learning rate falls after the warm-up; cosine: to 0 at the end; wsd: constant, then linear decay "
-        "at the end",
+        description="how the learning rate falls after the warm-up; wsd: constant, then linear decay at the end",
     )
     min_lr_factor: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="cosine and wsd: final learning rate as a fraction of lr"
@@ -76,23 +74,20 @@ class OptimConfig(Section):
     nesterov: bool = Field(False, description="sgd: use Nesterov momentum")
     weight_decay: NonNegative = Field(1e-4, description="weight decay: L2 for sgd and dot, decoupled for adamw")
     decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
-    accumulate: Count = Field(
-        1, description="micro-batches of a worker per optimizer step; a single worker needs 2 to measure the noise_scale"
-    )
+    accumulate: Count = Field(1, description="micro-batches of a worker per optimizer step; noise_scale needs 2 with one worker")
     clip_grad_norm: Positive | None = Field(
         None,
-        description="largest L2 norm of the gradients in a step, per optimizer; absent: no clipping",
+        description="largest L2 norm of the gradients in a step, per optimizer",
     )
-    clip_grad_value: Positive | None = Field(None, description="largest absolute value of a gradient; absent: no clipping")
+    clip_grad_value: Positive | None = Field(None, description="largest absolute value of a gradient")
     clip_grad_agc: Positive | None = Field(
         None,
-        description="adaptive gradient clipping: largest ratio of a unit's gradient norm to its weight norm, except in the "
-        "classifier; absent: no clipping",
+        description="adaptive clipping: largest ratio of a unit's gradient norm to its weight norm, except in the classifier",
     )
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="decay of an exponential moving average (EMA) of the weights, such as 0.9999; it rises from 0 in the first "
-        "steps. Evaluations use the average, and checkpoints provide it as the model; absent: no EMA",
+        description="decay of an exponential moving average (EMA) of the weights, such as 0.9999, with warm-up; evaluations and "
+        "checkpoints use the average",
     )
 
     @property

@@ -13,28 +13,26 @@ class ScaleConfig(Section):
     """How many processes train, which part of the model each has, and what each reserves."""
 
     num_workers: Count = Field(1, description="Ray Train workers (world size); [2, 8] sets min_workers to 2 and this to 8")
-    min_workers: Count | None = Field(
-        None, description="elastic: continue with as few as this many workers if nodes are lost; absent: only with num_workers"
-    )
+    min_workers: Count | None = Field(None, description="elastic: continue with as few as this many workers if nodes are lost")
     pipeline_stages: Count = Field(1, description="workers that share one replica of the model, each with some of its layers")
     micro_batches: Count | None = Field(
         None,
-        description="micro-batches in the pipeline per replica's batch; absent: 4 × pipeline_stages, at most one per sample",
+        description="parts of a replica's batch; absent: 4 × pipeline_stages, at most one per sample",
     )
     schedule: Literal["1f1b", "gpipe"] = Field(
         "1f1b", description="order of the passes in a pipeline stage; 1f1b stores fewer activations"
     )
     cut: tuple[str, ...] | None = Field(
         None,
-        description="modules at which the student's second and later pipeline stages begin; absent: found by timing",
+        description="modules at which the student's next pipeline stages begin; absent: found by timing",
     )
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: if the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")
     sync_batch_norm: bool = Field(False, description="compute batch norm statistics over all workers")
     hang_after_s: NonNegative | Literal["auto"] = Field(
         "auto",
-        description="restart the workers after this many seconds without progress; ten times as many at the start and while "
-        "compiling, five times in a checkpoint; auto: thirty times the step time, at least 120; 0: never",
+        description="restart the workers after so many seconds without progress (10 times as many at the start and while "
+        "compiling, 5 times in a checkpoint); auto: 30 times the step time, at least 120; 0: never",
     )
     collective_timeout_s: Count = Field(
         1800,
