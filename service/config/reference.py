@@ -61,7 +61,10 @@ def keys_below(prefix: str) -> list[Key]:
 
 
 def markdown() -> str:
-    """The page `docs/configuration.md`: a table for each section of an experiment."""
+    """The page `docs/configuration.md`: a table for each section of an experiment.
+
+    A sentence lists the keys that are as in an earlier section, and those that replace keys of their own.
+    """
     sections: dict[str, list[Key]] = {}
     for key in all_keys():
         sections.setdefault(re.split(r"\W", key.name)[0], []).append(key)
@@ -72,10 +75,11 @@ def markdown() -> str:
         if keys:
             text = f"{section.meaning[:1].upper()}{section.meaning[1:]}."
             if again := [key for key in keys if _without_section(key) in written]:
-                leaves = ", ".join(f"`{_without_section(key)[0]}`" for key in again)
                 first = written[_without_section(again[0])]
-                text += f" {leaves}: as in [`{first}`](#{first})."
-            tables.append(_table(f"`{name}`", f"{text}\n\n", [key for key in keys if key not in again]))
+                text += f" {_leaves(again)}: as in [`{first}`](#{first})."
+            if inner := [key for key in keys if key.meaning == f"absent: {name}.{_leaf(key)}"]:
+                text += f" {_leaves(inner)} of `{inner[0].name.rpartition('.')[0]}`: as those of `{name}`, which they replace."
+            tables.append(_table(f"`{name}`", f"{text}\n\n", [key for key in keys if key not in (*again, *inner)]))
             written = {_without_section(key): name for key in keys} | written
     return "\n".join([PAGE, *tables])
 
@@ -85,17 +89,24 @@ def _without_section(key: Key) -> tuple[str, ...]:
     return key.name.partition(".")[2], key.type, key.default, key.meaning
 
 
+def _leaf(key: Key) -> str:
+    return key.name.rpartition(".")[2]
+
+
+def _leaves(keys: Sequence[Key]) -> str:
+    return ", ".join(f"`{_leaf(key)}`" for key in keys)
+
+
 def _table(title: str, text: str, keys: Sequence[Key]) -> str:
     rows = [
-        f"| `{key.name}` | {key.type.removesuffix(' or null')} | "
-        f"{_default_cell(key.default)} | {key.meaning.replace('|', '/')} |\n"
+        f"| `{key.name}` | {key.type.removesuffix(' or null')} | {_default_cell(key)} | {key.meaning.replace('|', '/')} |\n"
         for key in keys
     ]
     return f"## {title}\n\n{text}| key | type | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
 
 
-def _default_cell(default: str) -> str:
-    return {"null": "", "": "", "required": "required"}.get(default, f"`{default}`")
+def _default_cell(key: Key) -> str:
+    return {"null": "", "": "", "required": "required"}.get(key.default, f"`{key.default}`")
 
 
 def _keys_of(schema: Mapping[str, Any], prefix: str, sections: Mapping[str, Any] | None = None) -> Iterator[Key]:

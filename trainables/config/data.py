@@ -96,7 +96,7 @@ class DataConfig(Section):
         0.08, description="crop_flip: smallest share of an image's area in a crop"
     )
     repeats: Annotated[Count, Field(le=64)] = Field(
-        1, description="differently augmented views of an image per training batch; an epoch has as many steps but fewer images"
+        1, description="differently augmented views of an image per batch; an epoch has as many steps but fewer images"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="additional augmentation on the device")
     decoder: Literal["auto", "gpu"] = Field(
@@ -115,7 +115,7 @@ class DataConfig(Section):
     prefetch_batches: Count = Field(2, description="batches that the loader prepares ahead")
     max_bad: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.001,
-        description="share of a split's images that an epoch may skip as unreadable; unless this is 0, one is always allowed",
+        description="share of a split's images that an epoch may skip as unreadable, and at least one; 0: none",
     )
     stage: Annotated[str, Field(pattern=r"^(none|ram|[/~].*)$")] = Field(
         "none", description="where each node copies a packed set: `ram` or an absolute folder; `none`: no copy"

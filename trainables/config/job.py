@@ -67,7 +67,7 @@ class TrainingConfig(Section):
     warmup_steps: Natural = Field(5, description="first steps, excluded from throughput and phase times")
     max_steps: Count | None = Field(
         None,
-        description="timing run: stop this many steps after the warm-up; skip evaluation and teacher training",
+        description="timing run: stop so many steps after the warm-up, without evaluation and teacher training",
     )
     until_top1_pct: Annotated[float, Field(gt=0, le=100)] | None = Field(
         None, description="student: stop after the first evaluation whose top-1 accuracy reaches this"

@@ -47,8 +47,7 @@ class ModelConfig(Section):
 
     model: str = Field(
         min_length=1,
-        description="a built-in, torchvision or timm (`timm/NAME`) model, `local-dir:FOLDER`, `hf-hub:OWNER/NAME`, or your own "
-        "FILE.py:CLASS",
+        description="ours, torchvision's or timm's (`timm/NAME`), `local-dir:FOLDER`, `hf-hub:OWNER/NAME`, or FILE.py:CLASS",
     )
     args: dict[str, Any] = Field({}, description="arguments for the library's constructor, plain values")
 
