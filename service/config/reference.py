@@ -74,13 +74,14 @@ def markdown() -> str:
     for name, (section, *keys) in sections.items():
         if keys:
             text = f"{section.meaning[:1].upper()}{section.meaning[1:]}."
-            if again := [key for key in keys if _without_section(key) in written]:
-                first = written[_without_section(again[0])]
+            in_table = [key for key in keys if _without_section(key) not in written]
+            for first in dict.fromkeys(written[_without_section(key)] for key in keys if key not in in_table):
+                again = [key for key in keys if written.get(_without_section(key)) == first]
                 text += f" {_leaves(again)}: as in [`{first}`](#{first})."
-            if inner := [key for key in keys if key.meaning == f"absent: {name}.{_leaf(key)}"]:
+            if inner := [key for key in in_table if key.meaning == f"absent: {name}.{_leaf(key)}"]:
                 text += f" {_leaves(inner)} of `{inner[0].name.rpartition('.')[0]}`: as those of `{name}`, which they replace."
-            tables.append(_table(f"`{name}`", f"{text}\n\n", [key for key in keys if key not in (*again, *inner)]))
-            written = {_without_section(key): name for key in keys} | written
+            tables.append(_table(f"`{name}`", f"{text}\n\n", [key for key in in_table if key not in inner]))
+            written |= {_without_section(key): name for key in in_table}
     return "\n".join([PAGE, *tables])
 
 

@@ -1,5 +1,6 @@
 """The reference of all keys: complete, and the page of the documentation is current."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), (
         "docs/configuration.md is not what the models say: run `python -m service.config.reference docs/configuration.md`"
     )
+
+
+def test_the_page_has_every_key_in_the_table_of_its_section_or_in_the_sentence_above_it() -> None:
+    sections = {part.partition("\n")[0].strip("`"): part for part in markdown().split("\n## ")[1:]}
+    for key in all_keys():
+        section, _, leaf = key.name.partition(".")
+        text = sections.get(re.sub(r"\W.*", "", section), sections["The experiment"])
+        assert f"| `{key.name}` |" in text or not leaf or f"`{leaf.rpartition('.')[2]}`" in text.partition("\n| key")[0], key.name
 
 
 def test_every_key_that_validates_is_listed_once() -> None:
