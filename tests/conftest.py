@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -52,6 +53,10 @@ def pytest_sessionfinish(exitstatus: int) -> Generator[None, None, None]:
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+# What ranks of a job import, torch._dynamo at the first step of an optimizer.
+multiprocessing.set_forkserver_preload(["tests.trainables.jobs", "torch._dynamo"])
 
 
 @pytest.fixture(scope="session")

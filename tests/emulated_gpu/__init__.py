@@ -8,6 +8,6 @@ on the host. Kernels are counted and do nothing; with `--numbers` each operation
 | EMULATED_GPU_COUNT | devices | 1 |
 | EMULATED_GPU_MEMORY_GIB | memory of each, beyond which it is out of memory | 78 |
 
-It shows what torch does on a GPU and in which order: launches, copies, synchronisations, captures, memory. It shows no speed, no
-race between streams and nothing of a kernel's own arithmetic.
+It shows what torch does on a GPU and in which order: launches, copies, synchronisations, captures, memory, and with
+TORCH_CUDA_SANITIZER=1 races between streams. It shows no speed and nothing of a kernel's own arithmetic.
 """

@@ -32,12 +32,12 @@ class RankPool:
     def __init__(self, max_ranks: int = 3, *, fork_server: bool = False):
         """By default, ranks are spawned and as independent as Ray's workers: each has its own imports and its own hash seed.
 
-        With `fork_server` they are forked from one process that has imported torch and lives as long as this one. Ranks then
-        start in milliseconds rather than seconds, which suits tests that start many pools.
+        With `fork_server` they are forked from a process that has imported what `multiprocessing.set_forkserver_preload` names
+        and lives as long as this one. Ranks then start in milliseconds rather than seconds, which suits tests that start many
+        pools.
         """
         self._max_ranks = max_ranks
         self._context = multiprocessing.get_context("forkserver" if fork_server else "spawn")
-        self._context.set_forkserver_preload([__name__])
         self._run_numbers = itertools.count()
         # Ranks rendezvous through a file. It must outlive them: a group that is garbage-collected late and does not find its
         # file kills its process.
