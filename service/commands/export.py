@@ -59,7 +59,7 @@ def export(checkpoint: str, to: str, out: Path | None, data_path: str | None, **
         data = data.model_copy(update={"path": absolute(data_path)})
     from trainables.export.export import export as write
 
-    folder = out if run is None or out is not None else run / "exports" / to
+    folder = out if run is None or out is not None else exports_of(run, path) / to
     assert folder is not None
     print_all(lines_of(write(student, to, folder, data, **options), folder))
 
@@ -76,6 +76,12 @@ def run_of(checkpoint: Path) -> Path | None:
         if RunDir(folder).experiment.is_file():
             return folder
     return None
+
+
+def exports_of(run: Path, checkpoint: Path) -> Path:
+    """Where the exports of a run's checkpoint go: those of the teacher, or of the last epoch, do not replace the student's best."""
+    stage, name = checkpoint.absolute().parents[1].name, checkpoint.stem
+    return run / "exports" if (stage, name) == ("student", "best") else run / "exports" / f"{stage}-{name}"
 
 
 def lines_of(record: dict[str, Any], folder: Path) -> list[str]:

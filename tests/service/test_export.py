@@ -43,6 +43,23 @@ def test_an_export_of_a_run_goes_into_its_folder_and_prints_how_to_load_it(
     assert (tmp_path / "x/model.safetensors").is_file()
 
 
+def test_an_export_of_another_checkpoint_of_a_run_does_not_replace_the_students(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run_of(tmp_path)
+    for other in ("teacher/checkpoints/best", "student/checkpoints/last"):
+        (directory / other).parent.mkdir(parents=True, exist_ok=True)
+        write_student(directory / f"{other}.safetensors", "mlp_large")
+    for named in (directory, directory / "teacher", directory / "student/checkpoints/last.safetensors"):
+        assert run(capsys, "export", named, "--to", "safetensors", "--limit", "8")[0] == 0
+    files = sorted(directory.glob("exports/**/export.json"))
+    assert {str(file.relative_to(directory / "exports").parent): json.loads(file.read_text())["model"] for file in files} == {
+        "safetensors": "mlp_small",
+        "teacher-best/safetensors": "mlp_large",
+        "student-last/safetensors": "mlp_large",
+    }
+
+
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lone, foreign = write_student(tmp_path / "m.safetensors", "mlp_small"), tmp_path / "foreign.pth"
     torch.save({"fc.weight": torch.zeros(3, 2)}, foreign)
