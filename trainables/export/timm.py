@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
         "mean": student.input.mean,
         "std": student.input.std,
         "interpolation": student.input.interpolation,
-        "crop_pct": size / (student.val_resize or size),
+        "crop_pct": crop_pct(size, student.val_resize or size),
         "crop_mode": "center",
         "test_input_size": None,
         "test_crop_pct": None,
@@ -38,6 +39,12 @@ def write(student: Student, path: Path, preprocess: bool) -> dict[str, Any]:
     saved.get("model_args", {}).pop("num_classes", None)  # `saved` itself has it, and transformers rejects a duplicate
     write_json(config, saved)
     return {}
+
+
+def crop_pct(size: int, resize: int) -> float:
+    """Return the crop's share of the image from which timm computes `resize`, as ⌊size / crop_pct⌋."""
+    share = size / resize
+    return share if math.floor(size / share) == resize else math.nextafter(share, 0)  # 68 / (68 / 100) is below 100
 
 
 def lines(student: Student, path: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Each format is read back by its own library, and computes what the checkpoint does."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from tests.trainables.export.students import export_digits, write_student
 from trainables.errors import ExportError
 from trainables.export.student import read_student
+from trainables.export.timm import crop_pct
 from trainables.notices import notices_to
 
 VIT = "timm/vit_tiny_patch16_224(depth=1)"
@@ -119,6 +121,12 @@ def test_a_folder_of_timm_has_the_runs_preprocessing_and_classes(tmp_path: Path)
     saved = json.loads((tmp_path / "out/config.json").read_text())
     assert saved["num_classes"] == 10
     assert "num_classes" not in saved["model_args"]  # transformers would give it to the model twice
+
+
+def test_timm_resizes_before_its_crop_to_the_side_of_the_run_at_every_image_size() -> None:
+    for size in range(1, 641):
+        for side in (round(size * 256 / 224), size + 1, size + 32):
+            assert math.floor(size / crop_pct(size, side)) == side
 
 
 class Spectrum(torch.nn.Module):
