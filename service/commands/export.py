@@ -79,7 +79,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def exports_of(run: Path, checkpoint: Path) -> Path:
-    """Where the exports of a run's checkpoint go: those of the teacher, or of the last epoch, do not replace the student's best."""
+    """Where the exports of a run's checkpoint go: of the teacher's, or the last epoch's, not over the student's best."""
     stage, name = checkpoint.absolute().parents[1].name, checkpoint.stem
     return run / "exports" if (stage, name) == ("student", "best") else run / "exports" / f"{stage}-{name}"
 
