@@ -114,7 +114,7 @@ class TrialWatch:
 
     def __init__(self, session: Session, trials: list[Trial], max_concurrent: int, *, guided: bool = False) -> None:
         """`guided`: the number of points that will be measured is unknown until the end."""
-        from ray.util.metrics import Gauge
+        from trainables.worker.gauges import Gauge
 
         name, text = TRIALS_GAUGE
         self._gauge = Gauge(name, description=text, tag_keys=("run", "state"))

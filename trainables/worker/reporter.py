@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from ray.util.metrics import Gauge
 
 from trainables.config import TrainConfig
 from trainables.disk_writer import DiskWriter
 from trainables.distributed.group import Group
 from trainables.rundir import final_names
 from trainables.stage_result import StageResult
+from trainables.worker.gauges import Gauge
 from trainables.worker.recorder import RunRecorder
 
 GAUGES = {
