@@ -15,6 +15,16 @@ from trainables.object_store.store import is_uri
 from trainables.redact import redact_uris
 
 
+def _name(param: click.Parameter | None, ctx: click.Context | None) -> str:
+    return f"{param.get_error_hint(ctx).strip(chr(39))} " if param and ctx else ""
+
+
+def _check_not_empty(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
+    """Raise ExperimentError for empty text: a shell makes it of "$NAME" if NAME is not set, and as a path it is this directory."""
+    if value == "":
+        raise ExperimentError(f'{_name(param, ctx)}is empty: write a path, such as "." for this directory')
+
+
 class PathType(click.Path):
     """A file or folder on this machine, existing or not; with `at_uri`, which gives the folder of its copy, also a URI."""
 
@@ -23,11 +33,12 @@ class PathType(click.Path):
         self.at_uri = at_uri
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        _check_not_empty(value, param, ctx)
         if not isinstance(value, str) or not is_uri(value):
             return super().convert(value, param, ctx)
         if self.at_uri is not None:
             return self.at_uri(value)
-        name = f"{param.get_error_hint(ctx).strip(chr(39))} " if param and ctx else ""
+        name = _name(param, ctx)
         command = f"`distill {ctx.info_name}`" if ctx else "this"
         raise ExperimentError(f"{name}{redact_uris(value)}: {command} takes no URI here: give a path on this machine")
 
@@ -42,6 +53,10 @@ class NameOrFile(StringParamType):
 
 class FileOrUri(StringParamType):
     """A file or folder, its URI in an object store, or another name: of a model, published weights, a built-in source."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        _check_not_empty(value, param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Override(StringParamType):

@@ -215,6 +215,11 @@ def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkey
         (["show", "--keys", "optim", "--set", "seed=1"], "--keys excludes --set"),
         (["train", "digits", "--continue"], "--continue needs --out: add --out, or leave --continue out"),
         (["train", "digits", "--accept-new-data"], "--accept-new-data needs --continue"),
+        # A shell makes these of a variable that is not set; as paths they would be this directory.
+        (["train", "digits", "--out", ""], """--out is empty: write a path, such as "." for this directory"""),
+        (["clean", "--older-than", "1d", "--runs", ""], "--runs is empty"),
+        (["pack", "", "there"], "SOURCE is empty"),
+        (["evaluate", "", "--data", "digits"], "CHECKPOINT is empty"),
         (["doctor", "/", "--runs", "here"], "--runs: is for the timing run of a recipe"),
     ],
 )

@@ -90,10 +90,12 @@ class WeightedConfig(ModelConfig):
     )
     weights: str | None = Field(
         None,
+        min_length=1,
         description="a checkpoint, a published name, a file or folder, `hf-hub:OWNER/NAME`; absent: trained first",
     )
     classes: str | None = Field(
         None,
+        min_length=1,
         description="a .npy file of (K, D) floats, one embedding per class; the .txt next to it names them, else they are in "
         "the data's order",
     )

@@ -389,6 +389,7 @@ def test_every_name_of_another_project_leads_to_a_key_that_exists_or_to_a_senten
         ("optim.milestones=3", "--set: optim.milestones: must be a list, not 3"),
         ("data.path=2020", """--set: data.path: must be text, not 2020: write "2020", after --set '"2020"'"""),
         ("data.path=''", '--set: data.path: must be text that is not empty, not ""'),
+        ("teacher.weights=''", '--set: teacher.weights: must be text that is not empty, not ""'),
         ("data.augment=flip", '--set: data.augment: must be none, crop_flip or pad_crop_flip, not "flip"'),
         ("precision=fp8", '--set: precision: must be fp32, bf16, fp16, fp64 or auto, not "fp8"'),
         ("distill.options.kd.temperature=0", "--set: distill.options.kd.temperature: must be above 0, not 0"),
