@@ -20,6 +20,7 @@ from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, l
 from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError, first_line
 from trainables.metrics.telemetry import usable_cores
+from trainables.notices import notice
 from trainables.rundir import expand_home, unwritable_reason
 from trainables.user_folder import user_folder
 
@@ -91,6 +92,7 @@ def set_ray_environment() -> None:
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if is_local():
         os.environ.update(LOOPBACK)
+        shorten_tmpdir()
         # By default Ray starts one worker per core at a time, and prints warnings if four times as many are waiting.
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
         # Ray starts workers at niceness 15: all other processes, such as our MLflow thread, would come before training.
@@ -159,6 +161,14 @@ def excess_bytes(base: str) -> int:
     """Return by how many bytes the longest socket path of a Ray session below `base` is too long."""
     session = f"raydistill-{os.getuid()}/ray/session_0000-00-00_00-00-00_000000_{os.getpid()}/sockets/dash_MetricsHead"
     return len(os.fsencode(expand_home(base) / session)) - MAX_SOCKET
+
+
+def shorten_tmpdir() -> None:
+    """Let the processes that Ray starts use /tmp if TMPDIR is too long for Python's sockets, of which Ray's dashboard makes one."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(f"{folder}/pymp-12345678/listener-12345678")) > MAX_SOCKET:
+        os.environ["TMPDIR"] = "/tmp"
+        notice(f"TMPDIR: {folder} is too long for sockets: the processes of Ray use /tmp")
 
 
 def make_token() -> None:

@@ -5,12 +5,14 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from service.cluster.connect import check_ray_address, excess_bytes, make_token
+from service.cluster.connect import check_ray_address, excess_bytes, make_token, shorten_tmpdir
 from tests.service.commands import run
+from trainables.notices import notices_to
 
 CONNECT = """
 import sys
@@ -72,6 +74,21 @@ def test_a_folder_for_sessions_whose_sockets_paths_are_too_long_is_refused_befor
         )
         assert code == 2
     assert not (tmp_path / "runs").exists()
+
+
+def test_where_tmpdir_is_too_long_for_pythons_sockets_ray_gets_another_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    long = tmp_path / ("d" * 100)
+    long.mkdir()
+    for folder, used in (("/tmp", "/tmp"), (str(long), "/tmp")):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        with notices_to(lines.append):
+            shorten_tmpdir()
+        assert os.environ["TMPDIR"] == used
+    assert lines == [f"TMPDIR: {long} is too long for sockets: the processes of Ray use /tmp"]
 
 
 @pytest.mark.processes
