@@ -164,7 +164,7 @@ def excess_bytes(base: str) -> int:
 
 
 def shorten_tmpdir() -> None:
-    """Let the processes that Ray starts use /tmp if TMPDIR is too long for Python's sockets, of which Ray's dashboard makes one."""
+    """Let the processes that Ray starts use /tmp if TMPDIR is too long for Python's sockets, such as that of the dashboard."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(f"{folder}/pymp-12345678/listener-12345678")) > MAX_SOCKET:
         os.environ["TMPDIR"] = "/tmp"

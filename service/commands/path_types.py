@@ -20,7 +20,7 @@ def _name(param: click.Parameter | None, ctx: click.Context | None) -> str:
 
 
 def _check_not_empty(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
-    """Raise ExperimentError for empty text: a shell makes it of "$NAME" if NAME is not set, and as a path it is this directory."""
+    """Raise ExperimentError for empty text: a shell makes it of an unset "$NAME", and as a path it is this directory."""
     if value == "":
         raise ExperimentError(f'{_name(param, ctx)}is empty: write a path, such as "." for this directory')
 
