@@ -22,6 +22,7 @@ from service.runs.result import Kind, RunResult
 from service.runs.run_directory import stages_with
 from service.runs.run_log import read_log
 from service.runs.stored.stored_runs import uri_of
+from service.runs.unread_keys import note_unread
 from service.tracking.stores import check_store
 from trainables.config import DataConfig, DataIdentity, TeacherConfig
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
@@ -50,6 +51,7 @@ def check_train(resolved: Resolved) -> tuple[Resolved, DataIdentity]:
     resolved = replace(resolved, experiment=with_number(resolved.experiment))
     experiment = resolved.experiment
     check_services(experiment, "train")
+    note_unread(resolved)
     if is_local():  # a cluster's size is known once we are connected
         capacity = local_capacity()
         Plan.on(experiment, capacity).check(capacity)

@@ -10,6 +10,7 @@ from service.runs.dry_run import check_fits, note_cache_size, num_classes_of
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.preflight import check_data, check_services
+from service.runs.unread_keys import note_unread
 from service.sweeps.trials import Trial, plan_trials
 from trainables.config import DataIdentity
 from trainables.errors import DataError, ExperimentError
@@ -40,6 +41,7 @@ def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
         mark_unschedulable(trials, local_capacity())
     check_any_runs(trials)
     searched = experiment.sweep.axes
+    note_unread(resolved, searched)
     if {"data.path", "data.more"} & set(searched):
         return resolved, None
     resolved, data = check_data(resolved, searched)
