@@ -17,6 +17,8 @@ from torch import Tensor
 
 from trainables.config.data import DataConfig
 from trainables.data.augment import default_val_resize
+from trainables.data.decode import StoredImage, UnreadableImageError
+from trainables.data.decoders import Pil
 from trainables.data.interface import Source
 from trainables.data.source import open_on_node
 from trainables.device.tensor_format import to_pixels
@@ -30,6 +32,7 @@ from trainables.models.pixels import take_pixels
 from trainables.notices import notice
 
 BATCH = 8
+PROBED_IMAGES = 64
 
 
 def predictor(lines: Sequence[str], what: str) -> Callable[[NDArray[Any]], Tensor]:
@@ -56,9 +59,23 @@ def predictor(lines: Sequence[str], what: str) -> Callable[[NDArray[Any]], Tenso
 
 
 def resized_to(student: Student, data: DataConfig, source: Source) -> int:
-    """Return the length of a validation image's shorter side before its center crop."""
+    """Return the length of a validation image's shorter side before its center crop, as `validation_view` resizes it.
+
+    The size of images in files is that of PROBED_IMAGES of them; a notice says if only some are evaluated as they are.
+    """
     size = student.input.image_size
-    return data.val_resize or (size if source.size == size else default_val_resize(size))
+    if data.val_resize or source.size is not None:
+        return data.val_resize or (size if source.size == size else default_val_resize(size))
+    sizes = set()
+    for index in range(0, len(source), -(-len(source) // PROBED_IMAGES)):
+        with contextlib.suppress(UnreadableImageError):
+            image = StoredImage(source.read(index), Pil())
+            sizes.add((image.width, image.height))
+    if sizes == {(size, size)}:
+        return size
+    if (size, size) in sizes:
+        notice(f"{data.path}: images of {size} px are evaluated without the resize to {default_val_resize(size)} px")
+    return default_val_resize(size)
 
 
 @torch.no_grad()

@@ -11,9 +11,12 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from tests.trainables.export.students import export_digits, write_student
+from trainables.config import DataConfig
 from trainables.errors import ExportError
+from trainables.export.export import export
 from trainables.export.student import read_student
 from trainables.export.timm import crop_pct
 from trainables.notices import notices_to
@@ -127,6 +130,23 @@ def test_timm_resizes_before_its_crop_to_the_side_of_the_run_at_every_image_size
     for size in range(1, 641):
         for side in (round(size * 256 / 224), size + 1, size + 32):
             assert math.floor(size / crop_pct(size, side)) == side
+
+
+@pytest.mark.parametrize(("sizes", "resize", "says"), [({32}, 32, 0), ({48}, 37, 0), ({32, 48}, 37, 1), ({(48, 32)}, 37, 0)])
+def test_the_resize_that_is_exported_is_the_one_that_the_validation_images_in_files_get(
+    tmp_path: Path, sizes: set[int | tuple[int, int]], resize: int, says: int
+) -> None:
+    for split, name in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
+        (tmp_path / f"images/{split}/{name}").mkdir(parents=True)
+        for number, size in enumerate(sizes):
+            image = Image.new("RGB", size if isinstance(size, tuple) else (size, size))
+            image.save(tmp_path / f"images/{split}/{name}/{number}.png")
+    path, lines = write_student(tmp_path / "m.safetensors", "resnet8", image_size=32, classes=("a", "b")), list[str]()
+    data, options = DataConfig(path=str(tmp_path / "images")), {"preprocess": False, "limit": 4, "tolerance": 1e-3}
+    with notices_to(lines.append):
+        record = export(read_student(path), "safetensors", tmp_path / "out", data, **options)
+    assert record["val_resize"] == resize
+    assert sum("without the resize" in line for line in lines) == says
 
 
 class Spectrum(torch.nn.Module):
