@@ -1,6 +1,7 @@
 """Checks a sweep before Ray starts, and marks its points that cannot run. See `service.runs.preflight`."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.batch_size import refuse_auto
@@ -14,6 +15,10 @@ from service.runs.unread_keys import note_unread
 from service.sweeps.trials import Trial, plan_trials
 from trainables.config import DataIdentity
 from trainables.errors import DataError, ExperimentError
+from trainables.rules import enough_images
+
+_OF_TRAINING_SPLIT = {"data", "data.labels", "data.synthetic_images", "data.val_share"}
+"""Keys that change how many training images one set has."""
 
 
 def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
@@ -45,7 +50,7 @@ def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
     if {"data.path", "data.more"} & set(searched):
         return resolved, None
     resolved, data = check_data(resolved, searched)
-    mark_unbuildable(trials)  # such a point is a row, not an error
+    mark_unbuildable(trials, data)  # such a point is a row, not an error
     check_any_runs(trials)
     if resolved.experiment.written_cache("sweep") is not None:
         note_cache_size(resolved.experiment, data.train.num_images, len(data.classes))
@@ -71,13 +76,20 @@ def mark_unschedulable(trials: Iterable[Trial], cluster: Cluster) -> None:
             trial.outcome = Outcome(status="infeasible", reason=refusal)
 
 
-def mark_unbuildable(trials: Iterable[Trial]) -> None:
-    """Mark trials `infeasible` whose student cannot be built with its methods."""
+def mark_unbuildable(trials: Iterable[Trial], data: DataIdentity | None = None) -> None:
+    """Mark trials `infeasible` whose student cannot be built with its methods, or whose batch is larger than `data`.
+
+    `data` is None if the sweep searches over the data.
+    """
     for trial in trials:
         if trial.outcome is None and trial.resolved is not None:
             experiment = trial.resolved.experiment
             try:
                 check_fits(experiment, num_classes_of(experiment.data), ["student"])
+                other_images = _OF_TRAINING_SPLIT & trial.params.keys() or experiment.data.more
+                batch = experiment.stage("student", Path("/"), {}).data
+                if data and not other_images and (problem := enough_images(batch, data.train.num_images)):
+                    raise ExperimentError(problem)
             except DataError:
                 continue  # in a search over data.path, the trial itself reports bad data
             except ExperimentError as error:

@@ -57,7 +57,7 @@ def sweep(
         trials += finished_target_trials(trials, session)
         if is_local():
             mark_unschedulable(trials, local_capacity())
-        mark_unbuildable(trials)
+        mark_unbuildable(trials, data)
         pending = [trial for trial in trials if trial.outcome is None]
         if pending or resolved.experiment.sweep.policy == "guided":
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]

@@ -125,6 +125,21 @@ def test_points_of_a_sweep_that_do_not_fit_are_rows_with_a_reason_and_the_others
         assert "maps with equal channels" in reasons["resnet8", "kdsvd", size]
 
 
+def test_a_point_whose_batch_is_larger_than_the_data_is_a_row_with_a_reason_before_a_worker_starts() -> None:
+    resolved = small("sweep.space={data.global_batch_size: [64, 4096], data.last_batch: [drop, short]}")
+    _, data = check_sweep(resolved)
+    trials = plan_trials(resolved)
+    mark_unbuildable(trials, data)
+    outcomes = {tuple(trial.params.values()): trial.outcome for trial in trials}
+    assert {point for point, outcome in outcomes.items() if outcome is not None} == {(4096, "drop")}
+    outcome = outcomes[4096, "drop"]
+    assert outcome is not None
+    assert outcome.status == "infeasible"
+    assert outcome.reason.startswith(
+        "data.global_batch_size: 4096 is more than the 1442 training images of digits; write at most"
+    )
+
+
 def test_points_whose_optimizer_cannot_be_built_are_rows_with_a_reason() -> None:
     trials = plan_trials(small("sweep.space={optim.name: [adamw, adamm], optim.args: [{}, {betas: [0.9]}]}"))
     mark_unbuildable(trials)
