@@ -18,6 +18,7 @@ from service.runs.run_log import checkpoint_kind, read_log
 from service.runs.stored.stored_objects import StoredObjects, stored_run_folders
 from service.runs.stored.stored_runs import display_name, shell_name, uri_of
 from service.tracking.run_view import SyncState
+from trainables.config.models import FOLDER_SCHEME
 from trainables.data.storage.free_space import format_bytes
 from trainables.errors import DistillError, ExperimentError
 from trainables.locks import is_locked, try_lock
@@ -107,7 +108,8 @@ class Run:
     @cached_property
     def paths(self) -> list[str]:
         """What its experiment names; a run's experiment has absolute paths."""
-        return [text if is_uri(text) else os.path.realpath(text) for text in _texts(self.tree) if is_uri(text) or text[:1] == "/"]
+        texts = [text.removeprefix(FOLDER_SCHEME) for text in _texts(self.tree)]
+        return [text if is_uri(text) else os.path.realpath(text) for text in texts if is_uri(text) or text[:1] == "/"]
 
     def names(self, path: Path) -> bool:
         """Whether its experiment names a file or folder, or what lies in it."""

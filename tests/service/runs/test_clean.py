@@ -126,6 +126,7 @@ def test_a_run_whose_weights_a_younger_run_uses_stays_and_so_does_what_it_uses_i
         "teacher:\n  weights: {0}/second\n",
         "teacher: {{weights: '{0}/second', top1_pct: 80}}",
         "teachers: [{{weights: {0}/second}}]",
+        "teacher: {{model: 'local-dir:{0}/second/exports/timm', weights: DEFAULT}}",
         "data: {{path: {0}/second/packed}}",
         "data: {{path: {0}/../runs/second/packed}}",
         "distill: {{method: {0}/second/mine.py:Mine}}",
