@@ -172,12 +172,16 @@ def shorten_tmpdir() -> None:
 
 
 def make_token() -> None:
-    """Create a private Ray token, or make an existing one private. Ray would create one with the permissions of the umask."""
+    """Create a private Ray token, or make an existing one private. Ray would create one with the permissions of the umask.
+
+    Where the home folder cannot be written, the token is in the environment of this process and of those that Ray starts.
+    """
     token = Path("~/.ray/auth_token").expanduser()
     named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-    with contextlib.suppress(OSError):  # without a home directory Ray has no token there either
+    is_wanted = not named and os.environ.get("RAY_AUTH_MODE", "token") == "token"
+    try:
         token.parent.mkdir(mode=0o700, exist_ok=True)
-        if not token.exists() and not named and os.environ.get("RAY_AUTH_MODE", "token") == "token":
+        if not token.exists() and is_wanted:
             whole = token.with_name(f".auth_token.{os.getpid()}")
             whole.unlink(missing_ok=True)
             with open(whole, "x", opener=partial(os.open, mode=0o600)) as file:
@@ -187,6 +191,9 @@ def make_token() -> None:
             finally:
                 whole.unlink()
         token.chmod(0o600)
+    except OSError:
+        if is_wanted and not os.path.exists(token):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _why_no_ray(error: Exception) -> str:

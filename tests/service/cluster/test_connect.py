@@ -114,6 +114,20 @@ def test_a_token_is_made_that_no_other_user_can_read_at_any_moment(tmp_path: Pat
     assert (stat.S_IMODE(token.stat().st_mode), token.read_text()) == (0o600, made)
 
 
+def test_where_the_home_folder_cannot_be_written_the_token_is_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # to be removed after the test
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    for home in (tmp_path / "file", tmp_path / "none"):
+        monkeypatch.setenv("HOME", str(home))
+        make_token()
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
 @pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
 def test_no_token_is_made_where_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
