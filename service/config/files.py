@@ -1,5 +1,6 @@
 """Experiments as files: the shipped recipes, YAML files, and the `base` that one may build on."""
 
+import codecs
 import os
 from dataclasses import dataclass
 from importlib import resources
@@ -77,6 +78,8 @@ def _text_of(file: str, where: str) -> str:
     try:
         if os.path.getsize(file) > MAX_FILE_BYTES:
             raise ExperimentError(f"{where}: larger than {MAX_FILE_BYTES >> 20} MiB, as no experiment is: give a YAML file")
-        return Path(file).read_text(encoding="utf-8", errors="replace")
+        content = Path(file).read_bytes()
+        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell writes
+        return content.decode("utf-16" if is_utf16 else "utf-8", errors="replace")
     except OSError as error:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from error

@@ -143,7 +143,8 @@ def check_classes(config: EvaluateConfig, model: str) -> None:
     try:
         load_teacher(model, config.checkpoint, **fit, weights_key=config.weights_key)
     except OtherClassesError as error:
-        raise CheckpointError(f"{error}, or measure its features with --probe knn") from error
+        remedy = "give images of its classes, or measure its features with --probe knn"
+        raise CheckpointError(f"{error.fact}: {remedy}" if error.fact else str(error)) from error
 
 
 def checked(tree: dict[str, Any]) -> EvaluateConfig:

@@ -51,7 +51,7 @@ def with_finetuning(resolved: Resolved, classes: tuple[str, ...]) -> Resolved:
         without = ", without data.more," if experiment.data.mixes_unlabeled else ""
         notice(
             f"teacher {teacher.model}{why}: it is fine-tuned on the data's {len(classes)} classes{without} before it teaches, "
-            f"for {optim.epochs} epochs with learning rate {optim.lr:g} (teacher.epochs, teacher.lr)"
+            f"for {optim.epochs} epoch{'s' * (optim.epochs != 1)} with learning rate {optim.lr:g} (teacher.epochs, teacher.lr)"
         )
     elif idle := [key for key in ("lr", "lr_head", "layer_decay") if getattr(teacher, key) is not None]:
         notice(

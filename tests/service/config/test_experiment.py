@@ -703,6 +703,12 @@ def test_a_key_that_is_merged_into_a_mapping_is_from_the_line_that_wins(tmp_path
     assert sources["optim.losses.task.lr"] == f"{path}:7:7"
 
 
+def test_a_file_that_powershell_wrote_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes("base: digits  # é\r\nname: mine\r\n".encode("utf-16"))
+    assert load(str(path)).experiment.name == "mine"
+
+
 def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     with open(path, "wb") as file:
