@@ -43,7 +43,8 @@ def test_what_cannot_be_embedded_is_refused_with_what_to_write(tmp_path: Path) -
 
 def test_a_probe_takes_a_checkpoint_of_other_classes_than_the_data_has(tmp_path: Path) -> None:
     checkpoint = write_teacher(tmp_path / "m.safetensors", num_classes=3)
-    with pytest.raises(CheckpointError, match=r"has 3 classes, none of them.*: give images of its classes, or measure its features with --probe knn$"):
+    advice = "give images of its classes, or measure its features with --probe knn"
+    with pytest.raises(CheckpointError, match=rf"has 3 classes, none of them.*: {advice}$"):
         resolve(checkpoint, "digits", [])
     assert resolve(checkpoint, "digits", [], measure="knn").measure == "knn"
 
