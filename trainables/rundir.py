@@ -81,8 +81,8 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` with `text`, with secrets in URIs redacted; see `replacing`."""
-    write_atomic(path, redact_uris(text).encode())
+    """Replace `path` with `text`, with secrets in URIs redacted; see `replacing`. Names of files keep their bytes."""
+    write_atomic(path, redact_uris(text).encode(errors="surrogateescape"))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,10 +1,11 @@
 """Files that survive a death at any moment."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from trainables.rundir import headline, lines_after, replacing, write_atomic
+from trainables.rundir import headline, lines_after, replacing, write_atomic, write_text
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
@@ -20,6 +21,11 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
         die_half_way()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_that_is_not_utf_8_is_written_with_its_bytes(tmp_path: Path) -> None:
+    write_text(tmp_path / "page", f"run {os.fsdecode(b'caf\xe9')}")
+    assert (tmp_path / "page").read_bytes() == b"run caf\xe9"
 
 
 def test_a_line_torn_by_a_death_spoils_itself_alone(tmp_path: Path) -> None:
