@@ -168,7 +168,10 @@ def shorten_tmpdir() -> None:
     folder = tempfile.gettempdir()
     if len(os.fsencode(f"{folder}/pymp-12345678/listener-12345678")) > MAX_SOCKET:
         os.environ["TMPDIR"] = "/tmp"
-        notice(f"TMPDIR: {folder} is too long for sockets: the processes of Ray use /tmp")
+        notice(
+            f"TMPDIR: {folder} is too long for sockets: the processes of Ray use /tmp, also for copies of remote data without "
+            "data.stage"
+        )
 
 
 def make_token() -> None:

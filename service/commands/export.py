@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=FileOrUri())
 @click.option("--to", type=click.Choice(list(EXPORTS)), required=True, help="The format.")
-@click.option("--out", type=PathType(), help="Folder of the file and of export.json; default: exports/FORMAT in the run.")
+@click.option(
+    "--out",
+    type=PathType(),
+    help="Folder of the file and of export.json; default: exports/FORMAT in the run, or exports/STAGE-CHECKPOINT/FORMAT.",
+)
 @click.option("--data", "data_path", type=FileOrUri(), help=f"Validation images to compare on; default: the run's. {DATA_PATH}")
 @click.option("--limit", type=click.IntRange(1), default=1000, show_default=True, help="Most validation images to compare on.")
 @click.option("--preprocess", is_flag=True, help="onnx, torch_export: take uint8 (B, 3, H, W), and normalize them inside.")
@@ -79,7 +83,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def exports_of(run: Path, checkpoint: Path) -> Path:
-    """Where the exports of a run's checkpoint go: of the teacher's, or the last epoch's, not over the student's best."""
+    """Return a run's folder for the exports of a checkpoint: `exports` for the student's best, else a folder in it."""
     stage, name = checkpoint.absolute().parents[1].name, checkpoint.stem
     return run / "exports" if (stage, name) == ("student", "best") else run / "exports" / f"{stage}-{name}"
 

@@ -17,7 +17,7 @@ from trainables.config import DataIdentity
 from trainables.errors import DataError, ExperimentError
 from trainables.rules import enough_images
 
-_OF_TRAINING_SPLIT = {"data", "data.labels", "data.synthetic_images", "data.val_share"}
+_TRAINING_SPLIT_KEYS = {"data", "data.labels", "data.synthetic_images", "data.val_share"}
 """Keys that change how many training images one set has."""
 
 
@@ -46,7 +46,7 @@ def check_sweep(resolved: Resolved) -> tuple[Resolved, DataIdentity | None]:
         mark_unschedulable(trials, local_capacity())
     check_any_runs(trials)
     searched = experiment.sweep.axes
-    note_unread(resolved, searched)
+    note_unread(resolved, experiment.sweep.points or [experiment.sweep.space])
     if {"data.path", "data.more"} & set(searched):
         return resolved, None
     resolved, data = check_data(resolved, searched)
@@ -86,7 +86,7 @@ def mark_unbuildable(trials: Iterable[Trial], data: DataIdentity | None = None) 
             experiment = trial.resolved.experiment
             try:
                 check_fits(experiment, num_classes_of(experiment.data), ["student"])
-                other_images = _OF_TRAINING_SPLIT & trial.params.keys() or experiment.data.more
+                other_images = _TRAINING_SPLIT_KEYS & trial.params.keys() or experiment.data.more
                 batch = experiment.stage("student", Path("/"), {}).data
                 if data and not other_images and (problem := enough_images(batch, data.train.num_images)):
                     raise ExperimentError(problem)

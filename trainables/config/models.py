@@ -108,7 +108,7 @@ class WeightedConfig(ModelConfig):
     cache: str | None = Field(
         None,
         min_length=1,
-        description="folder on all nodes for the outputs of the teacher and the assistants; runs may share it",
+        description="folder that all nodes share, for the outputs of the teacher and the assistants; runs may share it too",
     )
     cache_top_k: Count | None = Field(None, description="store only the k largest logits and the sum of the rest")
     cache_epochs: Count | None = Field(

@@ -24,7 +24,7 @@ class ScaleConfig(Section):
     )
     cut: tuple[str, ...] | None = Field(
         None,
-        description="modules at which the student's next pipeline stages begin; absent: found by timing",
+        description="modules at which the student's second and later pipeline stages begin; absent: found by timing",
     )
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: if the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")

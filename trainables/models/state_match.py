@@ -20,7 +20,7 @@ COUNTERS = ("num_batches_tracked", "n_averaged", "total_ops", "total_params")
 """Tensors that evaluation ignores: of batch norms (missing before torch 0.4.1), AveragedModel and the profiler thop."""
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Name parts added by DDP, torch.compile, FSDP and activation checkpointing, also inside a model."""
-_CLASSIFIER = re.compile(r"(^|[._])(head|fc|classifier|cls|linear)([._]|$)")
+_CLASSIFIER = re.compile(r"(head|fc|classifier|cls_head|linear)(\.|$)")
 _EMA = re.compile(r"(?<![^._])ema(?![^._])")
 LIBRARY_NAMES: Mapping[str, Mapping[str, str]] = {
     "DenseNet": {".norm.1.": ".norm1.", ".norm.2.": ".norm2.", ".conv.1.": ".conv1.", ".conv.2.": ".conv2."}
@@ -125,7 +125,8 @@ def _match(
             target = wanted.get(name) or _of_sequential(name, inside, wanted) or name
             state[target], origin[target] = candidate.tensors[raw], raw
     outside = {name: raw for name, raw in plain.items() if not name.startswith(prefix) and name not in COUNTERS}
-    for target, name in _classifier_beside(outside, candidate, [key for key in expected if key not in state], expected).items():
+    missing = [name for name in expected if name not in state]
+    for target, name in _separate_classifier(outside, candidate, missing, expected).items():
         origin[target] = outside.pop(name)
         state[target] = candidate.tensors[origin[target]]
     ends = next(((raw, name) for name, raw in origin.items() if name in expected and raw.endswith(name)), ("", ""))
@@ -134,23 +135,22 @@ def _match(
     return Match(candidate, shown or prefix, state, odd, tuple(outside.values()), *compare(state, expected))
 
 
-def _classifier_beside(
+def _separate_classifier(
     outside: Mapping[str, str], candidate: Candidate, missing: Sequence[str], expected: Mapping[str, Tensor]
 ) -> dict[str, str]:
-    """Return, by the model's names, those of its one missing layer beside the prefix: `head.fc.…` beside `backbone.…`.
+    """Map the names of the model's last layer to those of a file's classifier outside the prefix, such as `head.fc.weight`.
 
-    Empty unless one layer there has a classifier's name and takes as many features.
+    Empty if more than this layer is missing, or if the file has more layers outside the prefix, which may compute something.
     """
-    if len({name.rpartition(".")[0] for name in missing}) != 1:
+    layers = {name.rpartition(".")[0] for name in outside if is_read(name)}
+    if len(layers) != 1 or len({name.rpartition(".")[0] for name in missing}) != 1:
         return {}
-    found = []
-    for layer in sorted({name.rpartition(".")[0] for name in outside}):
-        names = {name: f"{layer}.{name.rpartition('.')[2]}" for name in missing}
-        shapes = [(candidate.tensors[outside[at]].shape, expected[name].shape) for name, at in names.items() if at in outside]
-        fits = all(len(one) == len(other) and one[1:] == other[1:] for one, other in shapes)
-        if len(shapes) == len(missing) and fits and _CLASSIFIER.search(layer):
-            found.append(names)
-    return found[0] if len(found) == 1 else {}
+    (layer,) = layers
+    names = {name: f"{layer}.{name.rpartition('.')[2]}" for name in missing}
+    if not _CLASSIFIER.match(layer) or {*names.values()} != {*outside}:
+        return {}
+    shapes = [(candidate.tensors[outside[at]].shape, expected[name].shape) for name, at in names.items()]
+    return names if all(len(one) == len(other) and one[1:] == other[1:] for one, other in shapes) else {}
 
 
 def _plain(name: str, names: Mapping[str, str]) -> str:

@@ -69,39 +69,48 @@ def read_candidates(path: Path) -> list[Candidate]:
     )
 
 
-def recorded_classes(path: Path) -> tuple[str, ...]:
-    """Return the class names in label order that a torch.save file has beside its tensors; () if there are none.
+def recorded_classes(path: Path) -> list[tuple[str, ...]]:
+    """Return the lists of class names in label order that a torch.save file has besides its tensors, such as ids and names.
 
-    They are a list or a mapping of names and labels, under one of `CLASS_KEYS`, as many as a weight of the file has rows.
+    Each is a list or a mapping of names and labels under one of `CLASS_KEYS`, as long as a classifier in the file has rows. None
+    are returned if their lengths differ.
 
-    Raises CheckpointError: it is damaged, another library's, or has two orders of names.
+    Raises CheckpointError: the file is damaged or another library's, or has the same names in two orders.
     """
     if is_safetensors(path) or is_npz(path) or path.name.endswith(INDEX_SUFFIX) or SHARD.search(path.name):
-        return ()
+        return []
     found: dict[tuple[str, ...], str] = {}
-    rows: set[int] = set()
-    values = [("", load_torch_file(path, lazily=True))]
-    for key, value in values:
-        if isinstance(value, Tensor):
-            rows |= {len(value)} if value.ndim > 1 else set()
-        elif key.rpartition(".")[2].lower() in CLASS_KEYS and (names := _in_label_order(value)):
-            found.setdefault(names, key)
-        elif isinstance(value, Mapping) and key.count(".") < MAX_DEPTH:
-            values += [(f"{key}.{inner}" if key else str(inner), each) for inner, each in value.items()]
-    matching = {names: key for names, key in found.items() if len(names) in rows}
-    if len(matching) > 1:
-        keys = " and ".join([*matching.values()][:2])
-        raise CheckpointError(f"{path} has its classes in two orders, in {keys}: remove the wrong one from the file")
-    return next(iter(matching), ())
+    rows, visited = set[int](), set[int]()
+    dictionaries = [("", load_torch_file(path, lazily=True))]
+    for where, content in dictionaries:
+        if not isinstance(content, Mapping) or id(content) in visited or where.count(".") > MAX_DEPTH:
+            continue
+        visited.add(id(content))
+        weights = [value for value in content.values() if isinstance(value, Tensor) and value.ndim > 1]
+        rows |= {len(weight) for weight in weights[-1:]}  # the classifier is a model's last layer
+        for name, value in content.items():
+            key = f"{where}.{name}".lstrip(".")
+            if str(name).lower() in CLASS_KEYS and (names := _in_label_order(value)):
+                found.setdefault(names, key)
+            else:
+                dictionaries.append((key, value))
+    lists = {names: key for names, key in found.items() if len(names) in rows}
+    for names, key in lists.items():
+        if other := next((each for each in lists if each != names and {*each} == {*names}), None):
+            raise CheckpointError(
+                f"{path} has its classes in two orders, in {key} and {lists[other]}: remove the wrong one from the file"
+            )
+    return list(lists) if len({*map(len, lists)}) == 1 else []
 
 
 def _in_label_order(value: Any) -> tuple[str, ...]:
-    """Return the names in a list, or in a mapping from or to the labels 0 … K−1; () for anything else."""
+    """Return the names in a list, or in a mapping from or to consecutive labels; () for anything else."""
     if isinstance(value, Mapping):
-        name_of = {str(label): name for label, name in value.items()}
-        if not all(isinstance(name, str) for name in name_of.values()):
-            name_of = {str(label): name for name, label in value.items()}
-        value = [name_of.get(str(label)) for label in range(len(value))]
+        pairs = [(label, name) if isinstance(name, str) else (name, label) for label, name in value.items()]
+        label_of = {name: int(label) for label, name in pairs if re.fullmatch(r"\d+", str(label))}
+        labels = sorted(label_of.values())
+        is_consecutive = bool(labels) and labels == list(range(labels[0], labels[0] + len(value)))
+        value = sorted(label_of, key=label_of.__getitem__) if is_consecutive else ()
     is_names = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
     return tuple(value) if is_names and len(set(value)) == len(value) else ()
 

@@ -229,8 +229,9 @@ def _find_and_load(
         else:
             _refuse_classifier(source, source.num_classes, width)
         loaded = _load(source, size, seed)
-        if logits and embeddings is None and not (source.record and (source.record.categories or source.record.wordnet_ids)):
-            notice(f"weights {source.title}: they record no class names; their label 0 is taken for {classes[0]!r}, and so on")
+        has_names = source.record is not None and (source.record.categories or source.record.wordnet_ids)
+        if logits and classes and embeddings is None and not has_names:
+            notice(f"weights {source.title}: they record no usable class names; label 0 is taken for {classes[0]!r}, and so on")
         return source, *loaded
     except OtherClassesError as error:
         if embeddings is not None:
@@ -285,9 +286,10 @@ def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weight
 
 def _with_file_classes(record: TrainedInput | None, path: Path | None) -> TrainedInput | None:
     """Add the class names that the weight file itself records, if `record` has none."""
-    if path is None or (record is not None and record.categories) or not (names := recorded_classes(path)):
+    if path is None or (record is not None and record.categories) or not (lists := recorded_classes(path)):
         return record
-    ids = names if all(map(WORDNET_ID.fullmatch, names)) else ()
+    ids = next((names for names in lists if all(map(WORDNET_ID.fullmatch, names))), ())
+    names = tuple(", ".join(synonyms) for synonyms in zip(*lists, strict=True))
     record = record or TrainedInput(0, (), (), 0)  # only the classes of a record are read in this module
     return record._replace(num_classes=len(names), categories=names, wordnet_ids=ids)
 

@@ -4,7 +4,7 @@ from ray.util.metrics import Gauge as RayGauge
 
 
 class Gauge(RayGauge):  # type: ignore[misc]
-    """Ray's gauge, whose tags may be any text, such as a run's name: of others than ASCII Ray raises UnicodeEncodeError."""
+    """Ray's gauge with tags of any text, such as a run's name. Ray itself raises UnicodeEncodeError unless they are ASCII."""
 
     def set_default_tags(self, default_tags: dict[str, str]) -> None:
         super().set_default_tags(_escaped(default_tags))

@@ -1,4 +1,4 @@
-"""What is said of values that count for nothing."""
+"""Lines about values without effect."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def notes_of(*overrides: str, recipe: str = "digits", sweep: bool = False) -> li
     lines: list[str] = []
     resolved = load(recipe, overrides)
     with notices_to(lines.append):
-        note_unread(resolved, resolved.experiment.sweep.axes if sweep else ())
+        note_unread(resolved, (resolved.experiment.sweep.points or [resolved.experiment.sweep.space]) if sweep else ())
     return lines
 
 
@@ -21,6 +21,7 @@ def notes_of(*overrides: str, recipe: str = "digits", sweep: bool = False) -> li
     ("overrides", "line"),
     [
         (["optim.name=adamw", "optim.momentum=0.5"], "optim.momentum 0.5: nothing reads it with optim.name adamw"),
+        (["optim.name=adamw", "optim.nesterov=true"], "optim.nesterov true: nothing reads it with optim.name adamw"),
         (["optim.milestones=[3, 6]"], "optim.milestones [3, 6]: nothing reads it with optim.schedule cosine"),
         (["optim.lr_base_batch=512"], "optim.lr_base_batch 512: nothing reads it with optim.lr_scaling none"),
         (["data.min_crop_area=0.5"], "data.min_crop_area 0.5: nothing reads it with data.augment none"),
@@ -52,3 +53,5 @@ def test_an_override_of_what_a_sweep_searches_is_a_line_and_a_files_value_is_non
     assert notes_of("optim.lr=0.3", recipe=str(file), sweep=True) == [
         "--set optim.lr: each trial has a value of the sweep's instead"
     ]
+    file.write_text("base: digits\nsweep: {points: [{optim.lr: 0.2}, {optim.name: adamw}]}\n")
+    assert notes_of("optim.lr=0.3", recipe=str(file), sweep=True) == []  # the second trial trains with it

@@ -179,7 +179,7 @@ def test_a_processor_that_does_not_resize_leaves_the_size_to_the_model_and_text_
     assert record is not None
     assert (record.image_size, record.val_resize) == (64, None)
     name = folder(tmp_path / "text", {"model_type": "vit"}, preprocessor_config={"size": "32"})
-    with pytest.raises(ModelError, match="the image size '32' in its JSON files is not a number of pixels: write 224, say"):
+    with pytest.raises(ModelError, match="the image size '32' in its JSON files is not a number of pixels"):
         LIBRARIES["transformers"].input(name, "DEFAULT")
 
 
@@ -188,6 +188,10 @@ def test_the_labels_of_a_config_that_does_not_name_its_class_are_the_classifiers
     record = LIBRARIES["transformers"].input(name, "DEFAULT")
     assert record is not None
     assert (record.num_classes, record.categories) == (2, ("fox", "cat"))
+    name = folder(tmp_path / "odd", {"model_type": "vit", "architectures": [None], "id2label": {"0": "fox", "1": "cat"}})
+    record = LIBRARIES["transformers"].input(name, "DEFAULT")
+    assert record is not None
+    assert record.num_classes == 0
 
 
 def test_a_model_of_bgr_images_and_labels_that_are_no_mapping_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def loaded(content: Any, path: Path, **options: Any) -> tuple[nn.Module, list[st
     lines: list[str] = []
     with notices_to(lines.append):
         teacher = load(saved(path, content), **options)
-    return teacher, [line.removeprefix(f"weights {path}: ") for line in lines if "no class names" not in line]
+    return teacher, [line.removeprefix(f"weights {path}: ") for line in lines if "no usable class names" not in line]
 
 
 AVERAGED = {"state_dict": under("model.", OTHER), "n_averaged": torch.tensor(5)}
@@ -102,6 +102,9 @@ def test_a_classifier_beside_the_backbone_is_the_models(tmp_path: Path) -> None:
     two_heads = split_head(**{"cls_head.weight": STATE["head.weight"], "cls_head.bias": STATE["head.bias"]})
     assert "without its classifier under 'backbone.'" in refusal(saved(path, two_heads))
     assert "without its classifier under 'backbone.'" in refusal(saved(path, split_head("projector.")))
+    assert "without its classifier under 'backbone.'" in refusal(saved(path, split_head("rot_head.")))
+    neck = {"neck.weight": torch.eye(STATE["head.weight"].shape[1])}
+    assert "without its classifier under 'backbone.'" in refusal(saved(path, split_head(**neck)))
     of_two = split_head() | {name: tensor[:2] for name, tensor in split_head().items() if "head" in name}
     assert "has 2 classes and the data has 4" in refusal(saved(path, of_two))
 

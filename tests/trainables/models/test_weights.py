@@ -2,6 +2,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -421,7 +422,33 @@ def test_a_file_without_class_names_is_said_to_be_matched_by_order_and_two_order
     torch.save(convnet().state_dict(), tmp_path / "bare.pth")
     with notices_to(lines.append):
         load(tmp_path / "bare.pth", classes=("a", "b", "c", "d"))
-    assert lines == [f"weights {tmp_path / 'bare.pth'}: they record no class names; their label 0 is taken for 'a', and so on"]
+    assert lines == [f"weights {tmp_path / 'bare.pth'}: they record no usable class names; label 0 is taken for 'a', and so on"]
     orders = {"classes": ["a", "b", "c", "d"], "meta": {"CLASSES": ["d", "c", "b", "a"]}}
     torch.save({"model": convnet().state_dict(), **orders}, tmp_path / "both.pth")
     assert "has its classes in two orders, in classes and meta.CLASSES" in refusal(tmp_path / "both.pth")
+
+
+def test_class_names_in_other_places_of_a_file_are_not_its_classifiers(tmp_path: Path) -> None:
+    state = convnet().state_dict()
+    conv_rows = next(len(tensor) for tensor in state.values() if tensor.ndim == 4)
+    beside = {"hyper_parameters": {"names": [f"tap{number}" for number in range(conv_rows)]}}
+    torch.save({"state_dict": state, **beside}, tmp_path / "model.pth")
+    assert load(tmp_path / "model.pth", classes=("a", "b", "c", "d"))(torch.rand(1, 3, 8, 8)).shape == (1, 4)
+
+
+def test_ids_and_names_of_the_same_classes_are_synonyms_and_labels_may_begin_at_1(tmp_path: Path) -> None:
+    written, images_BCHW = convnet().eval(), torch.rand(2, 3, 8, 8)
+    ids = {"n00000009": 1, "n00000008": 2, "n00000007": 3, "n00000006": 4}
+    torch.save({"model": written.state_dict(), "class_to_idx": ids, "classes": ["ox", "ant", "cat", "dog"]}, tmp_path / "m.pth")
+    for classes in (("dog", "cat", "ant", "ox"), tuple(sorted(ids))):
+        assert torch.equal(load(tmp_path / "m.pth", classes=classes)(images_BCHW), written(images_BCHW).flip(1))
+
+
+def test_a_file_whose_dictionaries_refer_to_each_other_is_read_in_time(tmp_path: Path) -> None:
+    shared: dict[str, Any] = {}
+    for _ in range(4):
+        shared = {f"key{number}": shared for number in range(40)}
+    torch.save({"model": convnet().state_dict(), "about": shared}, tmp_path / "m.pth")
+    began = time.process_time()
+    load(tmp_path / "m.pth")
+    assert time.process_time() - began < 2

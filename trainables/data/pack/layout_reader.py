@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from trainables.notices import notice
 
 _WORD = re.compile(r"[a-z]+")
 _DECIMAL = re.compile(r"(?i)nan|[-+]?(\d+\.\d*|\.\d+)(e[-+]?\d+)?")
-_SEPARATOR = re.compile(r"\s*[|;,]\s*|\s+")
+_SEVERAL_NUMBERS = re.compile(r"\d+(\s*[|;,\s]\s*\d+)+")
 _VAL_SHARE = 0.1
 _MAX_DEPTH = 2
 """The number of folders between a source and its files, as in Hugging Face's CONFIG/SPLIT/0000.parquet."""
@@ -119,12 +120,14 @@ class LayoutReader(ABC):
         parts_of = {split: parts for split, parts in self.splits().items() if split == "train" or self.val_share != 0}
         if self.val_share and "val" in parts_of:
             raise DataError(f"{self.given} has a validation split of its own: leave out val_share, or move the split elsewhere")
+        rewritten: tuple[Label | None, Label | None] | None = None
         for split, parts in parts_of.items():
             num_unlabeled = 0
             for part in parts:
                 first = len(labels[split])
                 for location, written in self.samples(part):
                     label = self._whole(written, location) if self.labels and isinstance(written, str) else written
+                    rewritten = rewritten or (written, label) if label != written else rewritten
                     if self.labels and label in (-1, "-1"):
                         num_unlabeled += 1
                         continue
@@ -145,7 +148,10 @@ class LayoutReader(ABC):
         both = {location for location in locations["train"] if isinstance(location, str)}.intersection(locations["val"])
         if both:
             notice(f"{self.root}: {len(both)} of the validation images are training images too: {first_three(sorted(both))}")
-        self._refuse_several(locations, labels)
+        if rewritten:
+            notice(f"{self.given}: the class {rewritten[0]} is read as {rewritten[1]}, and so on")
+        if self.labels:
+            self._refuse_several(locations, labels)
         classes, labels_N = self._numbered(labels)
         splits = {split: SplitListing(locations[split], labels_N[split]) for split in labels}
         return Listing(classes, splits if "val" in parts_of else self._held_out(splits["train"], classes), self.pixels)
@@ -154,16 +160,17 @@ class LayoutReader(ABC):
         """Return 3 for 3.0 and 3.000e+00, as pandas and numpy write whole numbers. Raises DataError for other fractions."""
         if not _DECIMAL.fullmatch(label):
             return label
-        if not float(label).is_integer():
+        number = Decimal(label)
+        if number.is_nan() or number != number.to_integral_value():
             raise DataError(f"{self.given}: {self.name(location)} has the class {label}: write whole numbers or names")
-        return str(int(float(label)))
+        return str(int(number))
 
     def _refuse_several(self, locations: Mapping[Split, list[Location]], labels: Mapping[Split, list[Any]]) -> None:
-        """Raise DataError if a label in text is several: numbers, or other samples' labels, with a separator between them."""
+        """Raise DataError if a label in text is several: numbers, or other samples' labels, with separators between them."""
         every = {label for of_split in labels.values() for label in of_split if isinstance(label, str)}
         for label in sorted(every):
-            parts = _SEPARATOR.split(label)
-            if len(parts) > 1 and all(part.isdigit() or part in every for part in parts):
+            parts = re.split(r"\s*[|;,]\s*", label)
+            if (len(parts) > 1 and every.issuperset(parts)) or _SEVERAL_NUMBERS.fullmatch(label):
                 split: Split = "train" if label in labels["train"] else "val"
                 name = self.name(locations[split][labels[split].index(label)])
                 raise DataError(

@@ -285,10 +285,9 @@ def _record(source: str) -> TrainedInput:
     config = source_config(source)
     if not is_of_transformers(config):
         raise ModelError(f"{source} is not a transformers model")
-    if config.get("architectures"):
-        labels = config.get("id2label", TWO_LABELS) if config["architectures"][-1].endswith(LOGITS) else {}
-    else:
-        labels = config.get("id2label", {})
+    architectures = config.get("architectures")
+    is_classifier = str(architectures).endswith(f"{LOGITS}']")
+    labels = config.get("id2label", TWO_LABELS if is_classifier else {}) if is_classifier or not architectures else {}
     if not isinstance(labels, dict):
         raise ModelError(f'{source}: id2label in its config.json is not a mapping: write {{"0": NAME, "1": NAME, …}}')
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
@@ -361,7 +360,7 @@ def _side(source: str, size: Any) -> int | None:
     if side is None:
         return None
     if not isinstance(side, int) or side < 1:
-        raise ModelError(f"{source}: the image size {size!r} in its JSON files is not a number of pixels: write 224, say")
+        raise ModelError(f"{source}: the image size {size!r} in its JSON files is not a number of pixels; write one, such as 224")
     if other and other[0] not in (side, None):
         notice(f"{source}: it was trained on images of {side} × {other[0]} pixels; here they are squares of {side}")
     return side

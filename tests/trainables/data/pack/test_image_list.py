@@ -129,6 +129,10 @@ def test_hugging_faces_metadata_in_json_lines_is_a_list(tmp_path: Path) -> None:
     ("text", "classes"),
     [
         ("path,label\nimages/b.jpg,-7.0\nimages/c.jpg,10.0\n", ("-7", "10")),  # of pandas
+        (
+            "path,label\nimages/b.jpg,123456789012345678901.0\nimages/c.jpg,red panda\nimages/d.jpg,red\na 0.jpg,panda\n",
+            ("123456789012345678901", "panda", "red", "red panda"),
+        ),
         ("images/b.jpg 0.000e+00\nimages/c.jpg 1.000e+00\n", ("0", "1")),  # of numpy
         ("path\tlabel\nimages/b.jpg\tthé\nimages/c.jpg\tcafé\n".encode("utf-16"), ("café", "thé")),  # of Excel
         ("path,label\nimages/b.jpg,thé\n".encode("latin-1"), ("th\\xe9",)),
@@ -153,6 +157,15 @@ def test_labels_that_are_not_one_class_are_refused_with_their_image(rows: str, p
     root = write_lists(tmp_path / "set", {"list.csv": f"path,label\n{rows}"})
     with pytest.raises(DataError, match=re.escape(problem)):
         ImageListReader(root, val_share=0).listing()
+
+
+def test_labels_that_are_not_read_are_not_checked_and_rewritten_ones_are_said(tmp_path: Path) -> None:
+    root, lines = write_lists(tmp_path / "set", {"list.csv": "path,label\nimages/b.jpg,0|1\nimages/c.jpg,0.5\n"}), list[str]()
+    assert len(ImageListReader(root, labels=False, val_share=0).listing().splits["train"].locations) == 2
+    (root / "list.csv").write_text("path,label\nimages/b.jpg,1\nimages/c.jpg,1.0\n")
+    with notices_to(lines.append):
+        assert ImageListReader(root, val_share=0).listing().classes == ("1",)
+    assert lines == [f"{root}: the class 1.0 is read as 1, and so on"]
 
 
 def test_what_a_list_says_twice_is_a_notice_or_refused(tmp_path: Path) -> None:
