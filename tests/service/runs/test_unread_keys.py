@@ -53,5 +53,5 @@ def test_an_override_of_what_a_sweep_searches_is_a_line_and_a_files_value_is_non
     assert notes_of("optim.lr=0.3", recipe=str(file), sweep=True) == [
         "--set optim.lr: each trial has a value of the sweep's instead"
     ]
-    file.write_text("base: digits\nsweep: {points: [{optim.lr: 0.2}, {optim.name: adamw}]}\n")
+    file.write_text("base: digits\nsweep: {space: {}, points: [{optim.lr: 0.2}, {optim.name: adamw}]}\n")
     assert notes_of("optim.lr=0.3", recipe=str(file), sweep=True) == []  # the second trial trains with it
