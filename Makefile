@@ -17,10 +17,10 @@ QUICK = nice -n 15 $(PYTEST) -m "not integration and not processes and not slow 
 PROCESSES = nice -n 5 $(PYTEST) -m "processes and not integration and not slow and not gpu"
 HALF = $(addprefix tests/trainables/,models data device metrics engine teachers distributed)
 
-# All at once, also on two cores: the tests with Ray and with processes often wait. Ray's, the longest, come first for the processors,
-# and the quick ones take what is left.
+# Four for two cores: the tests with Ray and with processes mostly wait. Ray's, the longest, come first for the processors, and the
+# quick ones take what is left.
 test: $(INSTALLED)
-	$(MAKE) $(PARALLEL) --jobs=6 test-ray processes-half processes-rest quick-half quick-rest lint
+	$(MAKE) $(PARALLEL) --jobs=4 test-ray processes-half processes-rest quick-half quick-rest lint
 
 # No Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)
