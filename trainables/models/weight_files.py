@@ -86,8 +86,8 @@ def recorded_classes(path: Path) -> list[tuple[str, ...]]:
         if not isinstance(content, Mapping) or id(content) in visited or where.count(".") > MAX_DEPTH:
             continue
         visited.add(id(content))
-        weights = [value for value in content.values() if isinstance(value, Tensor) and value.ndim > 1]
-        rows |= {len(weight) for weight in weights[-1:]}  # the classifier is a model's last layer
+        weights = [value for name, value in content.items() if isinstance(value, Tensor) and str(name).endswith("weight")]
+        rows |= {len(weight) for weight in weights[-1:] if weight.ndim}  # the classifier is a model's last layer
         for name, value in content.items():
             key = f"{where}.{name}".lstrip(".")
             if str(name).lower() in CLASS_KEYS and (names := _in_label_order(value)):

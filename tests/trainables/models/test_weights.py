@@ -431,7 +431,10 @@ def test_a_file_without_class_names_is_said_to_be_matched_by_order_and_two_order
 def test_class_names_in_other_places_of_a_file_are_not_its_classifiers(tmp_path: Path) -> None:
     state = convnet().state_dict()
     conv_rows = next(len(tensor) for tensor in state.values() if tensor.ndim == 4)
-    beside = {"hyper_parameters": {"names": [f"tap{number}" for number in range(conv_rows)]}}
+    beside = {
+        "hyper_parameters": {"names": [f"tap{number}" for number in range(conv_rows)]},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(conv_rows, 3, 3, 3)}}},
+    }
     torch.save({"state_dict": state, **beside}, tmp_path / "model.pth")
     assert load(tmp_path / "model.pth", classes=("a", "b", "c", "d"))(torch.rand(1, 3, 8, 8)).shape == (1, 4)
 
