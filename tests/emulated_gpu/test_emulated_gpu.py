@@ -43,6 +43,7 @@ def test_a_log_line_waits_for_nothing_but_the_line_before_it() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_no_two_streams_of_a_training_use_the_same_memory_without_an_order() -> None:
     found = run("races")
     assert found["races"] == 0

@@ -184,6 +184,7 @@ def test_pytests_report_is_counted(tmp_path: Path) -> None:
     assert found == {"passed": 1, "failed": 1, "skipped": 1, "files without Ray": 1, "which failed": "a.fails"}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_ends_with_all_it_started_and_the_next_one_goes_on(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--only", "8-collectives,8-contexts", "--out", str(tmp_path)]
     first, second = (tmp_path / "pieces" / f"8-{name}.json" for name in ("collectives", "contexts"))

@@ -89,6 +89,7 @@ def test_an_address_where_no_ray_listens_is_refused_in_time(distill: Distill) ->
 
 
 @pytest.mark.skipif(not can_make_namespaces(), reason="needs root and mount namespaces")
+@pytest.mark.slow
 def test_a_storage_path_that_a_node_does_not_share_is_refused_by_name(distill: Distill, cluster: RayCluster) -> None:
     distill.runs.mkdir()
     blind = cluster.add(["unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(distill.runs)])

@@ -55,6 +55,7 @@ def test_without_the_token_no_job_is_taken(distill: Distill, cluster: RayCluster
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_token_in_the_users_home_is_sent_where_no_variable_names_one(distill: Distill, cluster: RayCluster) -> None:
     home = distill.folder / "home"
     (home / ".ray").mkdir(parents=True)

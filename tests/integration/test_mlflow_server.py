@@ -281,6 +281,7 @@ def test_the_first_metric_of_a_trial_stays_the_first_where_the_request_behind_it
     assert metrics["top1_pct"] == 50.0
 
 
+@pytest.mark.slow
 def test_a_server_that_has_nowhere_to_put_files_gets_every_metric(tmp_path: Path) -> None:
     from service.tracking.sender import create_database
 

@@ -74,6 +74,7 @@ def failed_tasks() -> set[str]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later_sessions_run_others(
     tmp_path: Path, local_ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capsys: 
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_benchmark_has_a_row_for_each_runtime_and_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, numbers = run_of(tmp_path, "resnet8"), tmp_path / "numbers.json"
     code, out, _ = run(capsys, "bench-model", directory, "--batch", "1,3", "--threads", "1", "--json", numbers)

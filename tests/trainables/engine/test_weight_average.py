@@ -60,6 +60,7 @@ def test_the_averages_are_evaluated_and_saved_with_the_trained_weights(tmp_path:
     assert evaluate_checkpoint(settings, Group(), Heartbeat())["top1_pct"] == epochs[0][-1]["val/top1_pct"]
 
 
+@pytest.mark.slow
 def test_a_methods_head_is_averaged_with_the_student_that_is_judged_through_it(tmp_path: Path) -> None:
     def embed(name: str, **own: Any) -> TrainConfig:
         teacher = {"model": "convnet_large", "weights": write_teacher(tmp_path / f"{name}.safetensors", "convnet_large", 7)}
