@@ -63,15 +63,12 @@ def records_of_run(path: Path) -> Records:
 
 
 def read_records(run_dir: RunDir, log: RunLog, result: RunResult, experiment: Experiment) -> Records:
-    """Return the records of a run whose log has been read. Rows without step times get the means between their log lines."""
+    """Return the records of a run whose log has been read, its rows `with_step_times`."""
     flat = redact_values(flatten(experiment.model_dump(mode="json")))
     if result.kind == "sweep":
-        stages = {f"trial {row.id}": f"trials/{row.id}/student" for row in result.rows}
-        rows = [
-            row if row.steps_s else row.model_copy(update={"steps_s": windows_s(log, stage)})
-            for row, stage in zip(result.rows, stages.values(), strict=True)
-        ]
-        result = result.model_copy(update={"trials": rows})
+        stages = {f"trial {row.id}": _student_of(row) for row in result.rows}
+        result = with_step_times(result, log)
+        rows = result.rows
     else:
         stages = {name: name for name in experiment.stage_names}
         scale = TrialScale.model_construct(
@@ -83,6 +80,18 @@ def read_records(run_dir: RunDir, log: RunLog, result: RunResult, experiment: Ex
     kinds = ("start", "resume", "epoch", "summary", *(() if result.kind == "sweep" else ("step",)))
     histories = {label: lines for label, stage in stages.items() if (lines := read_history(log, stage, *kinds))}
     return Records(run_dir, log, result, flat, rows, histories)
+
+
+def with_step_times(result: RunResult, log: RunLog) -> RunResult:
+    """Add the mean step times between their log lines to a sweep's rows without step times."""
+    if result.trials is None:
+        return result
+    rows = [row if row.steps_s else row.model_copy(update={"steps_s": windows_s(log, _student_of(row))}) for row in result.trials]
+    return result.model_copy(update={"trials": rows})
+
+
+def _student_of(row: TrialRow) -> str:
+    return f"trials/{row.id}/student"
 
 
 def windows_s(log: RunLog, stage: str) -> list[float]:

@@ -43,10 +43,10 @@ FLUSH_S, PENDING_RUNS_S = 30.0, 10.0
 class ResultReporter(Protocol):
     """Shows a result. Commands pass `service.report.end_of_run`, which this package may not import."""
 
-    def tables(self, result: RunResult) -> Sequence[RenderableType]:
+    def tables(self, run_dir: RunDir, result: RunResult) -> Sequence[RenderableType]:
         """Return the tables and lines of text that end a run or sweep on the terminal."""
 
-    def verdict(self, result: RunResult) -> Sequence[str]:
+    def verdict(self, run_dir: RunDir, result: RunResult) -> Sequence[str]:
         """Say in sentences which trial of a sweep won and why."""
 
     def write_page_at_end(self, run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
@@ -102,7 +102,7 @@ class Session:
 
     def show_result(self) -> None:
         """Print the current result's tables and sentences."""
-        for part in self.reporter.tables(self.result):
+        for part in self.reporter.tables(self.run_dir, self.result):
             if isinstance(part, str):
                 self.display.print(part)
             else:

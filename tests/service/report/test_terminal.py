@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.report import end_of_run
 from service.report.labels import number
-from service.report.records import running_stage_lines
+from service.report.records import records_of_run, running_stage_lines
 from service.report.tables import node_table, phase_table, sweep_table
-from service.report.terminal import overview, report_of, verdict
+from service.report.terminal import overview, report_of, summary, verdict
 from service.runs.display import output
 from service.runs.events import event
 from service.runs.result import RunResult
 from service.runs.stored.stored_runs import run_folder
-from tests.run_log import add, numbers
-from tests.service.report.runs import bare_records, typed, typed_row
+from tests.run_log import add, numbers, result_of
+from tests.service.report.runs import BEGAN_MS, bare_records, line, sweep_dir, typed, typed_row
 from trainables.rundir import RunDir
 
 SCALE = {"scale.num_workers": 2, "data.global_batch_size": 128, "data.loader_workers": 1}
@@ -112,6 +114,21 @@ def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
     assert any("projected" in line for line in lines)
     assert any("oversubscribed" in line for line in lines)
     assert verdict(typed({"trials": []})) == ["no trial is complete: nothing to compare yet"]
+
+
+def test_the_end_of_a_sweep_calls_noise_what_its_report_calls_noise(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: [1], GLOBAL_BATCH: [256, 512], LOADER_WORKERS: [4]}
+    run_dir = sweep_dir(tmp_path / "run", space, ends={name: {"steps_s": []} for name in ("000", "001")})
+    for name in ("000", "001"):
+        stage = f"trials/{name}/student"
+        add(run_dir, *(line("step", 1, 1, BEGAN_MS, {"train/phase/step_ms": ms}, stage) for ms in (9.0, 1.0, 300.0, 2.0)))
+    records = records_of_run(run_dir.root)
+    lines = end_of_run.verdict(run_dir, result_of(run_dir))
+    assert ", within noise, than" in lines[1]
+    assert lines == verdict(records.result)
+    assert [shown(part) for part in end_of_run.tables(run_dir, result_of(run_dir))] == [
+        shown(part) for part in summary(records.result)
+    ]
 
 
 def test_phases_show_their_share_of_the_step() -> None:

@@ -42,7 +42,7 @@ def test_a_value_that_nothing_reads_is_a_line(overrides: list[str], line: str) -
         ["optim.milestones=[3, 6]", "optim.losses.kd.schedule=step"],
     ],
 )
-def test_a_value_that_counts_and_one_that_nobody_chose_are_none(overrides: list[str]) -> None:
+def test_a_value_that_is_read_and_one_that_nobody_wrote_have_no_line(overrides: list[str]) -> None:
     assert notes_of(*overrides) == []
 
 

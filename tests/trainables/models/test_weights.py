@@ -405,7 +405,7 @@ def test_a_checkpoint_says_with_which_arguments_its_model_was_built(tmp_path: Pa
         {"idx_to_class": {0: "d", 1: "c", 2: "b", 3: "a"}, "classes": ["d", "c", "b", "a"]},
     ],
 )
-def test_class_names_beside_a_state_dict_are_those_of_its_classifiers_rows(beside: dict[str, Any], tmp_path: Path) -> None:
+def test_class_names_recorded_with_a_state_dict_are_those_of_its_classifiers_rows(beside: dict[str, Any], tmp_path: Path) -> None:
     written = convnet()
     torch.save({"state_dict": written.state_dict(), "names": ["a", "b", "c"], "epoch": 3, **beside}, tmp_path / "model.pth")
     lines: list[str] = []
