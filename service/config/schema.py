@@ -68,7 +68,8 @@ class Experiment(Section):
     teacher: TeacherConfig | None = None
     teachers: tuple[TeacherOfSeveralConfig, ...] = Field(
         (),
-        description="several instead of `teacher`: methods on logits imitate the mean of their probabilities, others each one",
+        description="several instead of `teacher`, with weights: methods on logits imitate the mean of their probabilities, "
+        "others each one",
     )
     assistants: tuple[AssistantConfig, ...] = Field(
         (), description="models between teacher and student: each learns from the one before it, the student from the last"

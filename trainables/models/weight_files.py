@@ -31,7 +31,7 @@ CLASS_KEYS = (
     "id2label",
     "label2id",
 )
-"""Keys, in upper or lower case, under which training scripts store the names of the classes beside a state dict."""
+"""Keys, in upper or lower case, under which training scripts store the names of the classes next to a state dict."""
 
 
 class Candidate(NamedTuple):

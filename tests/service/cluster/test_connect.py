@@ -76,9 +76,7 @@ def test_a_folder_for_sessions_whose_sockets_paths_are_too_long_is_refused_befor
     assert not (tmp_path / "runs").exists()
 
 
-def test_where_tmpdir_is_too_long_for_pythons_sockets_ray_gets_another_and_a_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_gets_another_tmpdir_than_one_too_long_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     long = tmp_path / ("d" * 100)
     long.mkdir()

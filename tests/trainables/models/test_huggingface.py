@@ -163,7 +163,7 @@ def test_the_range_of_its_pixels_is_part_of_its_mean_and_deviation(
         ([128, 128], 128, ""),
     ],
 )
-def test_images_that_are_not_squares_are_said_to_be_made_square(size: Any, side: int, said: str, tmp_path: Path) -> None:
+def test_a_size_that_is_not_square_has_a_notice(size: Any, side: int, said: str, tmp_path: Path) -> None:
     name, lines = folder(tmp_path, {"model_type": "vit"}, preprocessor_config={"size": size}), list[str]()
     with notices_to(lines.append):
         record = LIBRARIES["transformers"].input(name, "DEFAULT")

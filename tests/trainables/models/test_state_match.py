@@ -88,12 +88,12 @@ def test_a_plain_state_dict_needs_no_notice(tmp_path: Path) -> None:
 
 
 def split_head(head: str = "head.fc.", **more: Tensor) -> dict[str, Tensor]:
-    """The model as OpenMMLab's and many other trainings save it: backbone.… and a classifier beside it."""
+    """The model as OpenMMLab's and many other trainings save it: backbone.… and a classifier next to it."""
     body = {f"backbone.{name}": tensor for name, tensor in STATE.items() if not name.startswith("head.")}
     return body | {head + leaf: STATE[f"head.{leaf}"] for leaf in ("weight", "bias")} | more
 
 
-def test_a_classifier_beside_the_backbone_is_the_models(tmp_path: Path) -> None:
+def test_a_classifier_next_to_the_backbone_is_the_models(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     teacher, lines = loaded({"state_dict": split_head()}, path)
     assert_same(teacher, convnet())

@@ -395,7 +395,7 @@ def test_a_checkpoint_says_with_which_arguments_its_model_was_built(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "extra",
     [
         {"classes": ["d", "c", "b", "a"]},
         {"class_to_idx": {"a": 3, "b": 2, "c": 1, "d": 0}},
@@ -405,9 +405,9 @@ def test_a_checkpoint_says_with_which_arguments_its_model_was_built(tmp_path: Pa
         {"idx_to_class": {0: "d", 1: "c", 2: "b", 3: "a"}, "classes": ["d", "c", "b", "a"]},
     ],
 )
-def test_class_names_recorded_with_a_state_dict_are_those_of_its_classifiers_rows(beside: dict[str, Any], tmp_path: Path) -> None:
+def test_class_names_recorded_with_a_state_dict_are_those_of_its_classifiers_rows(extra: dict[str, Any], tmp_path: Path) -> None:
     written = convnet()
-    torch.save({"state_dict": written.state_dict(), "names": ["a", "b", "c"], "epoch": 3, **beside}, tmp_path / "model.pth")
+    torch.save({"state_dict": written.state_dict(), "names": ["a", "b", "c"], "epoch": 3, **extra}, tmp_path / "model.pth")
     lines: list[str] = []
     with notices_to(lines.append):
         model = load(tmp_path / "model.pth", classes=("a", "b", "c", "d"))
@@ -431,11 +431,11 @@ def test_a_file_without_class_names_is_said_to_be_matched_by_order_and_two_order
 def test_class_names_in_other_places_of_a_file_are_not_its_classifiers(tmp_path: Path) -> None:
     state = convnet().state_dict()
     conv_rows = next(len(tensor) for tensor in state.values() if tensor.ndim == 4)
-    beside = {
+    extra = {
         "hyper_parameters": {"names": [f"tap{number}" for number in range(conv_rows)]},
         "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(conv_rows, 3, 3, 3)}}},
     }
-    torch.save({"state_dict": state, **beside}, tmp_path / "model.pth")
+    torch.save({"state_dict": state, **extra}, tmp_path / "model.pth")
     assert load(tmp_path / "model.pth", classes=("a", "b", "c", "d"))(torch.rand(1, 3, 8, 8)).shape == (1, 4)
 
 

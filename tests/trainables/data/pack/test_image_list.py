@@ -159,7 +159,7 @@ def test_labels_that_are_not_one_class_are_refused_with_their_image(rows: str, p
         ImageListReader(root, val_share=0).listing()
 
 
-def test_labels_that_are_not_read_are_not_checked_and_rewritten_ones_are_said(tmp_path: Path) -> None:
+def test_unused_labels_are_not_checked_and_rewritten_ones_have_a_notice(tmp_path: Path) -> None:
     root, lines = write_lists(tmp_path / "set", {"list.csv": "path,label\nimages/b.jpg,0|1\nimages/c.jpg,0.5\n"}), list[str]()
     assert len(ImageListReader(root, labels=False, val_share=0).listing().splits["train"].locations) == 2
     (root / "list.csv").write_text("path,label\nimages/b.jpg,1\nimages/c.jpg,1.0\n")
