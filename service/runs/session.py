@@ -36,7 +36,7 @@ from trainables.errors import StorageError
 from trainables.rundir import RunDir
 
 T = TypeVar("T")
-FLUSH_S, PENDING_RUNS_S = 30.0, 10.0
+FLUSH_S, MAX_FLUSH_S, PENDING_RUNS_S = 30.0, 300.0, 10.0
 """How long a run that ends waits for MLflow to take its own events and those of earlier runs."""
 
 
@@ -137,10 +137,10 @@ def open_session(
             # Recording fails too if the cause is a full disk or a lost store; the original error matters more.
             with contextlib.suppress(OSError, StorageError, LeaseLostError):
                 _end(session, status, str(error))
-            _close(session, status, 5.0)
+            _close(session, status, 5.0, 5.0)
             raise
         _end(session, "complete")
-        _close(session, "complete", FLUSH_S)
+        _close(session, "complete", FLUSH_S, MAX_FLUSH_S)
 
 
 def _end(session: Session, status: str, reason: str = "") -> None:
@@ -176,11 +176,11 @@ def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:
     return {"data": data, "not_exact": [*result.not_exact, *lines]}
 
 
-def _close(session: Session, status: str, timeout_s: float) -> None:
+def _close(session: Session, status: str, timeout_s: float, max_s: float) -> None:
     session.reporter.write_page_at_end(session.run_dir, session.result, session.display.print)
     if session.syncing is None:
         return
-    delivery = session.syncing.close(timeout_s)
+    delivery = session.syncing.close(timeout_s, max_s)
     session.display.print(delivery.message)
     # A run in an object store is only copied here and another machine may drive it: `distill sync` sends its events.
     if status == "complete" and delivery.is_complete and session.result.mlflow and uri_of(session.run_dir.root) is None:

@@ -93,6 +93,7 @@ class Sender:
         self._end, self._mark = 0, ""
         """Where the view ends in the log, and what identifies the last line before."""
         self._upload_trouble = ""
+        self.num_accepted = 0
         self._known = self._list_runs()
 
     def send(self, *, is_last: bool, until_s: float) -> str:
@@ -225,6 +226,7 @@ class Sender:
             if self._client.get_run(known.run_id).info.lifecycle_stage != "active":
                 raise _DeletedError(f"run {known.run_id} ({known.key})") from error
             return reason
+        self.num_accepted += 1
         return ""
 
     def _request(self, known: _RemoteRun, what: tuple[Any, ...], request: Callable[[], Any]) -> None:

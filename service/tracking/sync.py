@@ -85,6 +85,11 @@ class Syncer:
 
         return Sender(self._run_dir, self.state, self._open_view(self._run_dir), self._refused)
 
+    @property
+    def num_accepted(self) -> int:
+        """Requests that the store has accepted since the connection was opened."""
+        return self._sender.num_accepted if self._sender else 0
+
     def delivery(self) -> Delivery:
         """Say whether everything was sent, and what to do if not."""
         where, num = redact(self.state.uri), sum(map(len, self._refused.values()))
@@ -122,11 +127,15 @@ class Syncing:
         if self._thread.ident is None:
             self._thread.start()
 
-    def close(self, timeout_s: float) -> Delivery:
-        """Send the rest of the log, for at most `timeout_s`. What is left can be sent later."""
+    def close(self, timeout_s: float, max_s: float = 0.0) -> Delivery:
+        """Send the rest of the log, for `timeout_s`, and up to `max_s` while the store accepts it. The rest can be sent later."""
+        until_s, num_before = time.monotonic() + max_s, -1
         self._closing.set()
         self.start()
         self._thread.join(timeout_s)
+        while self._thread.is_alive() and time.monotonic() < until_s and num_before != (num := self._syncer.num_accepted):
+            num_before = num
+            self._thread.join(min(timeout_s, until_s - time.monotonic()))
         self._abandoned.set()
         self._thread.join(0.5)  # lets a current request finish, and release the lock for another process
         return self._syncer.delivery()

@@ -242,6 +242,20 @@ def test_a_server_that_takes_ten_seconds_an_answer_slows_no_one(running: Server,
     assert steps_of(running, "slow", "train/loss") == list(range(400))
 
 
+@pytest.mark.slow
+def test_a_server_that_answers_slowly_is_waited_for_up_to_a_limit(running: Server, proxy: Proxy, tmp_path: Path) -> None:
+    ended = [run_at(proxy.uri, tmp_path / name) for name in ("waited", "limited")]
+    for run in ended:
+        run.add_epochs(range(5))
+        run.end()
+    proxy.delay_s = 2.0
+    began = time.perf_counter()
+    assert ended[0].syncing().close(12, 150).is_complete
+    assert time.perf_counter() - began > 15
+    assert runs_named(running, "waited") == [("FINISHED", "active")]
+    assert not ended[1].syncing().close(5, 6).is_complete
+
+
 @pytest.mark.parametrize("request_", ["runs/create", "runs/log-batch", "runs/update", "runs/log-inputs"])
 def test_a_request_whose_answer_is_lost_leaves_everything_once(
     request_: str, running: Server, proxy: Proxy, tmp_path: Path
