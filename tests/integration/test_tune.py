@@ -2,9 +2,12 @@
 
 import json
 import multiprocessing
+import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -123,33 +126,58 @@ def test_a_trial_that_raises_or_dies_has_failed_whatever_epochs_it_has_and_later
     assert len(events_of(student.root, "stage_begun")) == 1
 
 
+SPARE_BYTES = 2 << 30
+
+
 @pytest.fixture
-def ray_without_memory() -> Iterator[None]:
-    """A Ray that finds its memory used up each second, and kills a process each time."""
-    monitor = {"memory_usage_threshold": 0.0, "memory_monitor_refresh_ms": 1000}
+def ray_with_little_memory() -> Iterator[None]:
+    """A Ray that kills a process once this machine's are larger by 2 GiB than now."""
+    memory = psutil.virtual_memory()
+    threshold = (memory.total - memory.available + SPARE_BYTES) / memory.total
+    monitor = {"memory_usage_threshold": threshold, "memory_monitor_refresh_ms": 250}
     ray.init(address="local", num_cpus=8, log_to_driver=False, include_dashboard=False, _system_config=monitor)
     yield
     ray.shutdown()
 
 
+def grow() -> None:
+    """Take 64 MiB at a time until this process is killed for it."""
+    blocks = [bytearray(b"1") * (64 << 20) for _ in range(2 * SPARE_BYTES >> 26)]
+    threading.Event().wait()
+    del blocks
+
+
+class Growing(float):
+    """A number that makes each other process that it is sent to grow."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return grow_elsewhere, (os.getpid(),)
+
+
+def grow_elsewhere(pid: int) -> Growing:
+    if os.getpid() != pid:
+        grow()
+    return Growing()
+
+
 def test_a_process_that_the_memory_monitor_kills_ends_its_trial_alone(
-    tmp_path: Path, ray_without_memory: None, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, ray_with_little_memory: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    class Sleeper:  # pickled whole: a worker that imported this module would be killed before it is ready
-        def sleep(self) -> None:
-            threading.Event().wait()
+    class Grower:
+        def grow(self) -> None:
+            grow()
 
     manager, errors = ActorManager(FixedResourceManager({"CPU": 8})), list[Exception]()
-    while not errors:  # of one that is killed as it starts Ray forgets the task
-        sleeper = manager.add_actor(Sleeper, {}, ResourceRequest([{"CPU": 1}]))
-        manager.schedule_actor_task(sleeper, "sleep", on_error=lambda _, error: errors.append(error))
-        while manager.num_live_actors + manager.num_pending_actors:
-            manager.next(1)
+    grower = manager.add_actor(Grower, {}, ResourceRequest([{"CPU": 1}]))
+    manager.schedule_actor_task(grower, "grow", on_error=lambda _, error: errors.append(error))
+    while manager.num_live_actors + manager.num_pending_actors:
+        manager.next(1)
     assert isinstance(errors[0], ActorOutOfMemoryError)
     run_dir = RunDir(tmp_path)
     config, assignments = sweep_in(run_dir)
     with recording(run_dir.events) as recorder:
-        tune_trials(config, {"000": assignments["000"].recorded_by(recorder)}, run_dir, 1, SessionEnding())
+        growing = replace(assignments["000"].recorded_by(recorder), limit_s=Growing())
+        tune_trials(config, {"000": growing}, run_dir, 1, SessionEnding())
     outcome = outcome_of(run_dir, "000")
     assert (outcome.status, outcome.failure) == ("oom", "node_out_of_memory")
     assert "ActorOutOfMemoryError" not in capfd.readouterr().err  # which Tune would show with a page on the node's memory
