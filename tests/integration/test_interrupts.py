@@ -130,14 +130,17 @@ def test_an_interrupted_command_kills_its_ray_instead_of_shutting_it_down(tmp_pa
     assert (done.stdout, done.returncode) == ("True\n", 130), done.stderr
 
 
-AFTER_RAY = """
+BESIDE_A_KILLED_RAY = """
 import os, signal, sys
 from pathlib import Path
+import ray
+from ray.util.state import list_nodes
 from service.cluster.connect import connect
 
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 with connect(1, Path(sys.argv[1])):
-    pass
+    nodes = ray.get(ray.remote(list_nodes).remote(timeout=60))
+    print([node.node_id for node in nodes] == [node["NodeID"] for node in ray.nodes()])
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     signal.pause()
@@ -146,35 +149,15 @@ except KeyboardInterrupt:
 """
 
 
-def test_sigterm_after_ray_has_shut_down_is_still_an_interruption(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    words = [sys.executable, "-c", AFTER_RAY, str(tmp_path)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
-
-
-ASKS_FOR_STATE = """
-import sys
-from pathlib import Path
-import ray
-from ray.util.state import list_nodes
-from service.cluster.connect import connect
-
-with connect(1, Path(sys.argv[1])):
-    nodes = ray.get(ray.remote(list_nodes).remote(timeout=60))
-    print([node.node_id for node in nodes] == [node["NodeID"] for node in ray.nodes()])
-"""
-
-
-def test_rays_processes_know_their_own_ray_beside_the_address_of_one_that_was_killed(tmp_path: Path) -> None:
+def test_ray_ignores_the_address_of_one_that_was_killed_and_sigterm_after_it_is_an_interruption(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="rd-", dir="/tmp") as base:  # a socket's path is short
         stale = Path(base, "ray", "ray_current_cluster")
         stale.parent.mkdir()
         stale.write_text("192.0.2.2:6379")
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_TMPDIR": base}
-        words = [sys.executable, "-c", ASKS_FOR_STATE, str(tmp_path)]
+        words = [sys.executable, "-c", BESIDE_A_KILLED_RAY, str(tmp_path)]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("True\ninterrupted\n", 0), done.stderr
 
 
 @pytest.mark.slow

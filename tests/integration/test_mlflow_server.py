@@ -206,7 +206,7 @@ def run_at(uri: str, folder: Path, kind: str = "train", *changes: str) -> Run:
 
 
 def test_a_server_that_is_away_and_then_killed_gets_every_epoch_once_in_order(server: Server, tmp_path: Path) -> None:
-    num_steps = 20_000
+    num_steps = 8_000
     run = run_at(server.uri, tmp_path / "killed")
     server.kill()
     syncing = run.syncing()
