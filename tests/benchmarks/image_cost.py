@@ -23,10 +23,10 @@ import numpy as np
 from tests.benchmarks.peers.window import BATCH, SIZE, THREADS
 from trainables.config import DataConfig
 from trainables.data.augment import Augment
-from trainables.data.decoders.turbojpeg import TurboJpeg
 from trainables.data.loader.batch_reader import CHUNKS_PER_THREAD
 from trainables.data.loader.sample_reader import Reader
 from trainables.data.source import open_source
+from trainables.data.turbojpeg import TurboJpeg
 
 _WARM_UP = 2  # batches
 _LIBRARY_CALLS = ((cv2, "resize"), (cv2, "flip"), (cv2, "warpAffine"), (os, "pread"))

@@ -20,10 +20,10 @@ from tests.benchmarks.peers.window import BATCH, SIZE, THREADS, images_per_s
 from trainables.config import DataConfig
 from trainables.data.augment import random_resized_crop_box, uniforms
 from trainables.data.decode import StoredImage
-from trainables.data.decoders import open_decoder
-from trainables.data.decoders.interface import read_header
+from trainables.data.jpeg import read_header
 from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
+from trainables.data.turbojpeg import open_decoder
 
 DECODED = 500
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 
 from tests.fuzz.mutations import mutate
 from tests.fuzz.originals import largest, originals, sizes, with_size
 from tests.fuzz.subject import Input
+from tests.trainables.data.decoders import DECODERS
 from trainables.config import DataConfig
+from trainables.data import augment as augment_module
 from trainables.data.augment import Augment, uniforms
-from trainables.data.decoders import DECODERS
-from trainables.data.decoders.interface import read_header
+from trainables.data.jpeg import read_header
 
 _SIZE = 64
 _FILE = "image"
@@ -70,4 +72,5 @@ def _augments(name: str) -> list[Augment]:
         return []
     data = DataConfig(image_size=_SIZE, augment="crop_flip")
     exact = data.model_copy(update={"fidelity": "exact"})
-    return [Augment(data, "train", decoder), Augment(exact, "train", decoder), Augment(data, "val", decoder)]
+    with patch.object(augment_module, "open_decoder", lambda: decoder):
+        return [Augment(data, "train"), Augment(exact, "train"), Augment(data, "val")]

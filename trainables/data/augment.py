@@ -14,10 +14,10 @@ from PIL import Image
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample, StoredImage, with_shorter_side
-from trainables.data.decoders import open_decoder
-from trainables.data.decoders.interface import Box, Decoded, Decoder, read_header
 from trainables.data.encoded_rows import Region
+from trainables.data.jpeg import Box, Decoded, read_header
 from trainables.data.order import GOLDEN, Split, mix64
+from trainables.data.turbojpeg import open_decoder
 
 _TRIES = 10
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
@@ -107,17 +107,17 @@ class Augment:
     With `data.decoder: gpu`, it only chooses the crops of training JPEGs; the device does the rest.
     """
 
-    def __init__(self, data: DataConfig, split: Split, decoder: Decoder | None = None) -> None:
+    def __init__(self, data: DataConfig, split: Split) -> None:
         training = split == "train"
         self._name = data.augment if training else "none"
         self._image_size, self._val_resize, self._min_area = data.image_size, data.val_resize, data.min_crop_area
         # validation results are compared with published ones
         self._exact = not training or data.fidelity == "exact"
-        self._decoder = decoder or open_decoder()
+        self._decoder = open_decoder()
         self.on_device = training and data.decodes_on_device
         """Whether `region` may leave samples to the device."""
-        self.decoder = data.decoder if self.on_device else self._decoder.name
-        """A name in DECODERS, or gpu."""
+        self.decoder = "gpu" if self.on_device else "turbojpeg" if self._decoder else "pil"
+        """What decodes JPEG: turbojpeg, pil or gpu."""
         self.num_uniforms = AUGMENTS[self._name]
 
     def shows_unchanged(self, size: int | None) -> bool:

@@ -16,8 +16,9 @@ from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from trainables.data.decoders import Pil
-from trainables.data.decoders.interface import Box, Decoded, Decoder, JpegHeader, read_header
+from trainables.data.jpeg import Box, Decoded, JpegHeader, read_header
+from trainables.data.turbojpeg import TurboJpeg
+from trainables.errors import first_line
 
 # PIL loads its plugins lazily, and threads that open their first WebP at the same time could see a half-filled list and call a
 # good file unidentified. `preinit` puts the common formats first, since PIL tries its plugins in loading order.
@@ -58,12 +59,12 @@ _BITS_PER_SAMPLE = 258  # the TIFF tag
 
 
 class StoredImage:
-    """A sample of known size that can be decoded in part; a JPEG is decoded only as far as needed.
+    """A sample of known size that can be decoded in part; `decoder` decodes a JPEG only as far as needed. None: PIL decodes it.
 
     Raises UnreadableImageError as `decode_image` does; for a JPEG's pixels, only when they are decoded.
     """
 
-    def __init__(self, sample: Sample, decoder: Decoder) -> None:
+    def __init__(self, sample: Sample, decoder: TurboJpeg | None = None) -> None:
         self._decoder = decoder
         self._file: tuple[bytes | memoryview, JpegHeader] | None = None
         if not isinstance(sample, np.ndarray):
@@ -87,13 +88,14 @@ class StoredImage:
         return self.decode(box).part(box)
 
     def decode(self, box: Box, shrink: int = 1) -> Decoded:
-        """Decode at least the pixels in `box`, `shrink` times smaller if the decoder can; see Decoder."""
+        """Decode at least the pixels in `box`, `shrink` (1, 2, 4 or 8) times smaller if possible."""
         if self._file is None:
             return Decoded(self._pixels_HWC, 0, 0, 1)
         data, header = self._file
-        if decoded := self._decoder.decode(data, header, box, shrink):
-            return decoded
-        shrink = shrink if isinstance(self._decoder, Pil) else 1  # PIL decodes all of what another decoder refuses
+        if self._decoder:
+            if decoded := self._decoder.decode(data, header, box, shrink):
+                return decoded
+            shrink = 1  # PIL decodes all of what libjpeg-turbo refuses
         pixels_HWC = np.asarray(decode_image(data, shrink=shrink))
         for shrunk in {shrink, 1}:  # PIL does not shrink a strip narrower than `shrink`
             if pixels_HWC.shape[:2] == (-(-header.height // shrunk), -(-header.width // shrunk)):
@@ -132,7 +134,7 @@ def decode_image(sample: Sample, *, reduced: bool = False, shrink: int = 1) -> I
     except Image.DecompressionBombError:
         raise UnreadableImageError(_BOMB) from None
     except Exception as error:  # damaged files make PIL's parsers raise almost anything: SyntaxError, struct.error, KeyError
-        raise UnreadableImageError(f"truncated or damaged: {_phrase(error)}") from None
+        raise UnreadableImageError(f"truncated or damaged: {first_line(error)}") from None
 
 
 def _open(sample: bytes | memoryview, reduced: bool) -> ImageFile:
@@ -207,8 +209,3 @@ def read_file(path: str) -> bytes:
             error.filename = path
             raise
         raise UnreadableImageError(f"cannot be read: {error.strerror}") from None
-
-
-def _phrase(error: Exception) -> str:
-    """Return the first line of an exception's text, or its type if it has none."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

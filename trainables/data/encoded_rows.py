@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from trainables.data.decoders.interface import Box, JpegHeader
+from trainables.data.jpeg import Box, JpegHeader
 
 
 class Region(NamedTuple):

@@ -17,9 +17,9 @@ from torch import Tensor
 from trainables.config import DataConfig
 from trainables.data.augment import render_crop
 from trainables.data.decode import StoredImage, UnreadableImageError
-from trainables.data.decoders import open_decoder
-from trainables.data.decoders.interface import read_header
 from trainables.data.encoded_rows import Region
+from trainables.data.jpeg import read_header
+from trainables.data.turbojpeg import open_decoder
 from trainables.errors import DataError, first_line
 from trainables.failures import kind_of
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from trainables.config.data import DataConfig
 from trainables.data.augment import default_val_resize
 from trainables.data.decode import StoredImage, UnreadableImageError
-from trainables.data.decoders import Pil
 from trainables.data.interface import Source
 from trainables.data.source import open_on_node
 from trainables.device.tensor_format import to_pixels
@@ -69,7 +68,7 @@ def resized_to(student: Student, data: DataConfig, source: Source) -> int:
     sizes = set()
     for index in range(0, len(source), -(-len(source) // PROBED_IMAGES)):
         with contextlib.suppress(UnreadableImageError):
-            image = StoredImage(source.read(index), Pil())
+            image = StoredImage(source.read(index))
             sizes.add((image.width, image.height))
     if sizes == {(size, size)}:
         return size

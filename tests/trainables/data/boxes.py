@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainables.data.decoders.interface import Box
+from trainables.data.jpeg import Box
 
 
 def random_boxes(width: int, height: int, count: int) -> list[Box]:

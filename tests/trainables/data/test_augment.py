@@ -10,8 +10,10 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms import functional as tv
 
+from tests.trainables.data.decoders import DECODERS, decoder_or_skip
 from tests.trainables.data.photos import encoded, photo
 from trainables.config import DataConfig
+from trainables.data import augment as augment_module
 from trainables.data.augment import (
     AUGMENTS,
     Augment,
@@ -21,8 +23,6 @@ from trainables.data.augment import (
     validation_view,
 )
 from trainables.data.decode import UnreadableImageError
-from trainables.data.decoders import DECODERS
-from trainables.data.decoders.interface import Decoder
 from trainables.data.order import Split
 
 
@@ -31,16 +31,15 @@ def _correlation(left: np.ndarray, right: np.ndarray) -> float:
 
 
 @pytest.fixture(params=DECODERS)
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    """Each decoder that is installed."""
-    try:
-        return DECODERS[request.param]()
-    except ImportError as error:
-        pytest.skip(f"{request.param} is not installed: {error}")
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each decoder that is installed, in use."""
+    found = decoder_or_skip(request.param)
+    monkeypatch.setattr(augment_module, "open_decoder", lambda: found)
+    return str(request.param)
 
 
-def _augment(split: Split = "train", image_size: int = 64, decoder: Decoder | None = None, **options: object) -> Augment:
-    return Augment(DataConfig.model_validate({"image_size": image_size, **options}), split, decoder)
+def _augment(split: Split = "train", image_size: int = 64, **options: object) -> Augment:
+    return Augment(DataConfig.model_validate({"image_size": image_size, **options}), split)
 
 
 def _shown(augment: Augment, sample: bytes | np.ndarray, uniforms_U: np.ndarray, size: int = 64) -> np.ndarray:
@@ -207,10 +206,10 @@ def _smooth(width: int, height: int, seed: int = 1) -> Image.Image:
 
 
 @pytest.mark.parametrize("subsampling", [0, 2])
-def test_an_exact_view_is_torchvisions_within_a_rounding(decoder: Decoder, subsampling: int) -> None:
+def test_an_exact_view_is_torchvisions_within_a_rounding(decoder: str, subsampling: int) -> None:
     data = encoded(photo(1, 190, 140), "JPEG", quality=92, subsampling=subsampling)
-    augment = _augment(augment="crop_flip", fidelity="exact", decoder=decoder)
-    assert augment.decoder == decoder.name
+    augment = _augment(augment="crop_flip", fidelity="exact")
+    assert augment.decoder == decoder
     for row in _rows(30):
         shown, expected = _shown(augment, data, row), _reference(data, row)
         assert abs(shown.astype(int) - expected).max() <= 1
@@ -218,9 +217,9 @@ def test_an_exact_view_is_torchvisions_within_a_rounding(decoder: Decoder, subsa
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 70), (240, 180), (900, 700), (2400, 1800)])
-def test_a_fast_view_is_near_to_the_exact_one_at_every_scale(decoder: Decoder, width: int, height: int) -> None:
+def test_a_fast_view_is_near_to_the_exact_one_at_every_scale(decoder: str, width: int, height: int) -> None:
     data = encoded(_smooth(width, height), "JPEG", quality=92)
-    augment = _augment(augment="crop_flip", decoder=decoder)
+    augment = _augment(augment="crop_flip")
     figures = [_psnr_db(_shown(augment, data, row), _reference(data, row)) for row in _rows(12)]
     assert np.mean(figures) > 37
     assert min(figures) > 32
@@ -229,10 +228,10 @@ def test_a_fast_view_is_near_to_the_exact_one_at_every_scale(decoder: Decoder, w
 @pytest.mark.parametrize("fidelity", ["fast", "exact"])
 @pytest.mark.parametrize(("width", "height"), [(300, 225), (97, 310), (64, 64)])
 def test_validation_is_torchvisions_bit_for_bit_whatever_training_is(
-    decoder: Decoder, fidelity: str, width: int, height: int
+    decoder: str, fidelity: str, width: int, height: int
 ) -> None:
     data = encoded(photo(2, width, height), "JPEG", quality=90)
-    augment = _augment("val", augment="crop_flip", fidelity=fidelity, decoder=decoder)
+    augment = _augment("val", augment="crop_flip", fidelity=fidelity)
     image = Image.open(io.BytesIO(data)).convert("RGB")
     expected = image if image.size == (64, 64) else v2.Compose([v2.Resize(73), v2.CenterCrop(64)])(image)
     assert augment.num_uniforms == 0
@@ -271,10 +270,10 @@ def test_a_truncated_file_is_unreadable(split: Split) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 40), (3000, 2), (8, 8), (1, 60_000)])
-def test_the_smallest_and_the_thinnest_images_are_shown(decoder: Decoder, width: int, height: int) -> None:
+def test_the_smallest_and_the_thinnest_images_are_shown(decoder: str, width: int, height: int) -> None:
     data = encoded(Image.new("RGB", (width, height), (200, 30, 90)), "JPEG", quality=100)
     for fidelity in ("fast", "exact"):
-        augment = _augment(augment="crop_flip", fidelity=fidelity, decoder=decoder)
+        augment = _augment(augment="crop_flip", fidelity=fidelity)
         for row in _rows(6):
             assert abs(_shown(augment, data, row).astype(int) - (200, 30, 90)).max() <= 4
 

@@ -10,12 +10,13 @@ import pytest
 from PIL import Image, ImageFile
 
 from tests.trainables.data.boxes import random_boxes
+from tests.trainables.data.decoders import DECODERS, decoder_or_skip
 from tests.trainables.data.photos import encoded, photo
-from trainables.data import decode
+from trainables.data import decode, turbojpeg
 from trainables.data.decode import StoredImage, UnreadableImageError, decode_image
-from trainables.data.decoders import DECODERS, open_decoder, turbojpeg
-from trainables.data.decoders.interface import Box, Decoder, read_header
-from trainables.data.pack.image_check import check_header
+from trainables.data.jpeg import Box, read_header
+from trainables.data.pack.modes import check_header
+from trainables.data.turbojpeg import TurboJpeg, open_decoder
 
 EXIF_ROTATED = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
 WIDTH, HEIGHT = 149, 115
@@ -34,11 +35,15 @@ JPEGS = {
 
 
 @pytest.fixture(params=DECODERS)
-def decoder(request: pytest.FixtureRequest) -> Decoder:
-    try:
-        return DECODERS[request.param]()
-    except ImportError as error:
-        pytest.skip(f"{request.param} is not installed: {error}")
+def decoder(request: pytest.FixtureRequest) -> TurboJpeg | None:
+    return decoder_or_skip(request.param)
+
+
+@pytest.fixture
+def turbo() -> TurboJpeg:
+    found = decoder_or_skip("turbojpeg")
+    assert found is not None
+    return found
 
 
 def _pil(data: bytes) -> np.ndarray:
@@ -51,7 +56,7 @@ def _boxes(width: int, height: int, count: int) -> list[Box]:
 
 
 @pytest.mark.parametrize("kind", JPEGS)
-def test_every_part_of_an_image_has_the_pixels_of_pil(decoder: Decoder, kind: str) -> None:
+def test_every_part_of_an_image_has_the_pixels_of_pil(decoder: TurboJpeg | None, kind: str) -> None:
     whole_HWC = _pil(JPEGS[kind])
     for left, top, right, bottom in _boxes(WIDTH, HEIGHT, 60):
         ours_HWC = StoredImage(JPEGS[kind], decoder).part((left, top, right, bottom))
@@ -59,15 +64,15 @@ def test_every_part_of_an_image_has_the_pixels_of_pil(decoder: Decoder, kind: st
 
 
 @pytest.mark.parametrize("kind", JPEGS)
-def test_a_decoder_does_its_work_itself(decoder: Decoder, kind: str) -> None:
+def test_libjpeg_turbo_leaves_no_kind_to_pil(turbo: TurboJpeg, kind: str) -> None:
     header = read_header(JPEGS[kind])
     assert header is not None
-    assert (decoder.decode(JPEGS[kind], header, (0, 0, WIDTH, HEIGHT), 1) is None) == (decoder.name == "pil")
+    assert turbo.decode(JPEGS[kind], header, (0, 0, WIDTH, HEIGHT), 1) is not None
 
 
 @pytest.mark.parametrize("shrink", [2, 4, 8])
 @pytest.mark.parametrize("kind", ["4:4:4", "4:2:2", "4:2:0", "progressive", "gray"])
-def test_a_shrunk_part_shows_what_the_part_shows(decoder: Decoder, kind: str, shrink: int) -> None:
+def test_a_shrunk_part_shows_what_the_part_shows(decoder: TurboJpeg | None, kind: str, shrink: int) -> None:
     small = Image.open(io.BytesIO(JPEGS[kind])).convert("RGB").resize((WIDTH // 8, HEIGHT // 8), Image.Resampling.BOX)
     data = encoded(small.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), "JPEG", quality=95)  # nothing finer than 1/8
     # the last shrunk pixels stand for pixels beyond the edge too
@@ -86,7 +91,7 @@ def test_a_shrunk_part_shows_what_the_part_shows(decoder: Decoder, kind: str, sh
 
 
 @pytest.mark.parametrize("kind", ["4:4:4", "4:2:0", "progressive", "gray"])
-def test_a_truncated_file_is_what_pil_says_wherever_it_ends(decoder: Decoder, kind: str) -> None:
+def test_a_truncated_file_is_what_pil_says_wherever_it_ends(decoder: TurboJpeg | None, kind: str) -> None:
     whole, outcomes = JPEGS[kind], set()
     for length in (*range(2, 700, 37), *range(700, len(whole), 411), *range(len(whole) - 6, len(whole) + 1)):
         for box in ((0, 0, WIDTH, HEIGHT), (5, 3, 40, 9)):
@@ -113,7 +118,9 @@ def _damaged(count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_file_is_what_pil_says_or_pixels_that_pil_refuses(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_what_pil_says_or_pixels_that_pil_refuses(
+    decoder: TurboJpeg | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "MAX_PIXELS", 500_000)
     for data in _damaged(30):
         try:
@@ -125,24 +132,25 @@ def test_a_damaged_file_is_what_pil_says_or_pixels_that_pil_refuses(decoder: Dec
             assert (StoredImage(data, decoder).whole() == expected).all()
 
 
-def test_a_damaged_file_spoils_no_other(decoder: Decoder) -> None:
+def test_a_damaged_file_spoils_no_other(turbo: TurboJpeg) -> None:
     whole = JPEGS["4:2:0"]
     header = read_header(whole)
     assert header is not None
-    expected = decoder.decode(whole, header, (3, 3, 50, 50), 1)
+    expected = turbo.decode(whole, header, (3, 3, 50, 50), 1)
+    assert expected is not None
     for data in (*_damaged(6), *(whole[:length] for length in range(100, len(whole), 83))):
-        decoder.decode(data, header, (0, 0, WIDTH, HEIGHT), 1)
-        again = decoder.decode(whole, header, (3, 3, 50, 50), 1)
-        assert (again is None) == (expected is None)
-        assert again is None or expected is None or (again.rgb_HWC == expected.rgb_HWC).all()
+        turbo.decode(data, header, (0, 0, WIDTH, HEIGHT), 1)
+        again = turbo.decode(whole, header, (3, 3, 50, 50), 1)
+        assert again is not None
+        assert (again.rgb_HWC == expected.rgb_HWC).all()
 
 
-def test_a_file_with_something_after_its_end_is_read(decoder: Decoder) -> None:
+def test_a_file_with_something_after_its_end_is_read(decoder: TurboJpeg | None) -> None:
     data = JPEGS["4:2:0"] + b"a trailer of some camera"
     assert (StoredImage(data, decoder).part((3, 50, 30, 90)) == _pil(data)[50:90, 3:30]).all()
 
 
-def test_a_thumbnail_with_an_end_of_its_own_does_not_hide_a_truncation(decoder: Decoder) -> None:
+def test_a_thumbnail_with_an_end_of_its_own_does_not_hide_a_truncation(decoder: TurboJpeg | None) -> None:
     inside = encoded(photo(2, 16, 16), "JPEG")
     whole = encoded(photo(1, WIDTH, HEIGHT), "JPEG", exif=EXIF_ROTATED + inside)
     assert inside[-2:] == b"\xff\xd9"
@@ -161,7 +169,7 @@ def test_a_thumbnail_with_an_end_of_its_own_does_not_hide_a_truncation(decoder: 
     ],
     ids=["cmyk", "png", "webp", "gif"],
 )
-def test_what_is_no_ordinary_jpeg_goes_to_pil(decoder: Decoder, data: bytes) -> None:
+def test_what_is_no_ordinary_jpeg_goes_to_pil(decoder: TurboJpeg | None, data: bytes) -> None:
     assert read_header(data) is None
     stored = StoredImage(data, decoder)
     assert (stored.width, stored.height) == (40, 32)
@@ -184,7 +192,7 @@ def test_a_header_says_the_size_or_nothing() -> None:
         assert read_header(b"\xff\xd8" + nonsense + b"\xff\xd9") is None
 
 
-def test_a_decompression_bomb_is_refused_by_its_header(decoder: Decoder) -> None:
+def test_a_decompression_bomb_is_refused_by_its_header(decoder: TurboJpeg | None) -> None:
     data = JPEGS["4:4:4"]
     at = data.index(b"\xff\xc0")
     bomb = data[: at + 5] + struct.pack(">HH", 65_000, 65_000) + data[at + 9 :]
@@ -194,7 +202,7 @@ def test_a_decompression_bomb_is_refused_by_its_header(decoder: Decoder) -> None
     assert time.process_time() - began < 0.1
 
 
-def test_a_size_that_so_few_bytes_cannot_hold_is_refused_by_its_header(decoder: Decoder) -> None:
+def test_a_size_that_so_few_bytes_cannot_hold_is_refused_by_its_header(decoder: TurboJpeg | None) -> None:
     for data, frame in ((JPEGS["4:4:4"], b"\xff\xc0"), (encoded(photo(1).convert("CMYK"), "JPEG"), b"\xff\xc0")):
         at = data.index(frame)
         claims = data[: at + 5] + struct.pack(">HH", 9_000, 9_000) + data[at + 9 :]
@@ -205,7 +213,7 @@ def test_a_size_that_so_few_bytes_cannot_hold_is_refused_by_its_header(decoder: 
     assert StoredImage(white, decoder).part((0, 0, 8, 8)).min() == 255
 
 
-def test_scans_without_end_are_refused_before_any_is_decoded(decoder: Decoder) -> None:
+def test_scans_without_end_are_refused_before_any_is_decoded(decoder: TurboJpeg | None) -> None:
     for mode in ("RGB", "CMYK"):
         data = encoded(Image.new(mode, (2000, 1500)), "JPEG", progressive=True)
         bomb = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 700 + data[-2:]
@@ -214,7 +222,7 @@ def test_scans_without_end_are_refused_before_any_is_decoded(decoder: Decoder) -
         assert check_header(bomb) is None
 
 
-def test_threads_share_a_decoder(decoder: Decoder) -> None:
+def test_threads_share_a_decoder(decoder: TurboJpeg | None) -> None:
     boxes = _boxes(WIDTH, HEIGHT, 100)
     alone = [StoredImage(JPEGS["4:2:0"], decoder).part(box) for box in boxes]
     for _ in range(3):
@@ -225,7 +233,7 @@ def test_threads_share_a_decoder(decoder: Decoder) -> None:
 
 def test_without_libjpeg_turbo_3_pil_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turbojpeg, "find_library", lambda: "/nowhere/libturbojpeg.so")
-    assert open_decoder.__wrapped__().name == "pil"
+    assert open_decoder.__wrapped__() is None
 
 
 def test_pils_own_switch_for_truncated_files_is_off() -> None:

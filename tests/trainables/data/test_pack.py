@@ -15,8 +15,7 @@ from tests.trainables.data.test_decode import FILES
 from trainables.data.augment import validation_view
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import UNREADABLE, check_file
-from trainables.data.pack.image_check import check_header
-from trainables.data.pack.modes import Mode
+from trainables.data.pack.modes import Mode, check_header
 from trainables.data.pack.shard import write_shard
 from trainables.data.pack.shard_plan import plan_pack
 from trainables.data.sources.records import RecordsSource, open_records

@@ -16,11 +16,11 @@ from tests.trainables.data.test_decoders import JPEGS, _boxes, _damaged
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS, Augment, render_crop, uniforms
 from trainables.data.decode import StoredImage, UnreadableImageError
-from trainables.data.decoders import DECODERS, open_decoder
-from trainables.data.decoders.interface import Box, read_header
 from trainables.data.encoded_rows import Region
+from trainables.data.jpeg import Box, read_header
 from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
+from trainables.data.turbojpeg import TurboJpeg, open_decoder
 from trainables.device import decode as device_decode
 from trainables.device.decode import RegionDecoder, check_decoder, decode_regions, make_decoder
 from trainables.device.device_batches import DeviceBatch, on_device
@@ -59,10 +59,10 @@ def _room(rows: int, device: torch.device = CPU) -> torch.Tensor:
     return torch.full((rows, SIZE, SIZE, 3), 77, dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
 
 
-def _exact(data: bytes, box: Box, flip: bool = False, decoder: str = "pil") -> np.ndarray:
+def _exact(data: bytes, box: Box, flip: bool = False, decoder: TurboJpeg | None = None) -> np.ndarray:
     """The crop as `fidelity: exact` shows it, which test_augment.py holds against torchvision."""
     out_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
-    render_crop(StoredImage(data, DECODERS[decoder]()), box, flip, out_HWC, exact=True)
+    render_crop(StoredImage(data, decoder), box, flip, out_HWC, exact=True)
     return out_HWC
 
 
@@ -180,9 +180,9 @@ def test_what_the_decoder_fails_at_is_decoded_as_elsewhere_or_named(decoder: Reg
             assert row not in bad
         elif row in bad:
             with pytest.raises(UnreadableImageError):
-                _exact(data, box, decoder=open_decoder().name)
+                _exact(data, box, decoder=open_decoder())
         else:
-            assert (shown_HWC == _exact(data, box, decoder=open_decoder().name)).all()
+            assert (shown_HWC == _exact(data, box, decoder=open_decoder())).all()
     assert abs(_shown(images_BCHW)[-1].astype(int) - _exact(whole, box)).max() <= 1
 
 
@@ -200,7 +200,7 @@ def test_what_no_device_decodes_is_cropped_on_the_cpu_or_named() -> None:
 def test_batches_of_any_size_are_decoded(decoder: RegionDecoder) -> None:
     boxes = _boxes(149, 115, 300)
     regions = [_region(row, JPEGS["4:4:4"], box) for row, box in enumerate(boxes)]
-    expected = [StoredImage(region.data, DECODERS["pil"]()).part(region.box) for region in regions]
+    expected = [StoredImage(region.data).part(region.box) for region in regions]
     pairs = list[tuple[torch.Tensor | None, np.ndarray]]()
     for count in (300, 0, 1, 129, 128, 3):
         decoded = decoder.decode(regions[:count])
@@ -235,7 +235,7 @@ def test_a_loaders_batches_are_those_of_exact_decoding_on_the_cpu(make_folder: M
     root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
     _mixed(root)
     exact, ours = (_loader(data, workers=workers) for data in (_config(root, "auto", fidelity="exact"), _config(root, "gpu")))
-    assert (ours.decoder, exact.decoder in DECODERS) == ("gpu", True)
+    assert (ours.decoder, exact.decoder in ("turbojpeg", "pil")) == ("gpu", True)
     for one, other in zip(_epoch(ours), _epoch(exact), strict=True):
         assert torch.equal(one.indices_B, other.indices_B)
         assert torch.equal(one.labels_B, other.labels_B)
@@ -305,7 +305,7 @@ def test_validation_is_decoded_on_the_cpu(make_folder: MakeFolder, library: None
     root = make_folder(train={"a": 2}, val={"a": 5})
     data = _config(root, "gpu")
     loader = Loader(open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=0)
-    assert loader.decoder in DECODERS
+    assert loader.decoder in ("turbojpeg", "pil")
     assert all(batch.encoded_rows is None for batch in loader.epoch(0))
 
 

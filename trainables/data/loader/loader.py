@@ -107,7 +107,7 @@ class Loader:
         self.source, self._data = source, data
         self._rank, self._world_size = rank, world_size
         self.decoder = Augment(data, split).decoder
-        """What decodes JPEG: a name in DECODERS, or gpu."""
+        """What decodes JPEG: turbojpeg, pil or gpu."""
         self._num_augmentation_epochs = num_augmentation_epochs
         self._threads = max(1, loader_workers)
         self.costs = Costs(self._threads)

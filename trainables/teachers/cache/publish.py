@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from trainables.config import DataConfig, FillConfig, TrainConfig
 from trainables.data.augment import AUGMENTS, crop_and_flip, padded_corners, uniforms
 from trainables.data.decode import StoredImage, UnreadableImageError
-from trainables.data.decoders import open_decoder
 from trainables.data.interface import Source
 from trainables.data.order import rank_part
 from trainables.data.storage.free_space import format_bytes
@@ -169,12 +168,11 @@ def _sizes(config: FillConfig, group: Group, source: Source, heartbeat: Heartbea
     """Width and height of every image (N, 2), 0 of those that cannot be read; each rank looks at its part of them."""
     if config.data.augment != "crop_flip":
         return np.zeros((len(source), 2), np.int64)
-    decoder = open_decoder()
 
     def size(sample: int) -> tuple[int, int]:
         heartbeat.beat()
         try:
-            image = StoredImage(source.read(sample), decoder)
+            image = StoredImage(source.read(sample))
         except UnreadableImageError:
             return 0, 0
         return image.width, image.height

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from service.config.experiment import load
+from tests.trainables.data.decoders import DECODERS
 from tests.trainables.jobs import (
     Recorded,
     config,
@@ -34,7 +35,6 @@ from tests.trainables.teachers.cache.test_key import folder
 from tests.waiting import wait_until
 from trainables.config import TrainConfig
 from trainables.data import augment
-from trainables.data.decoders import DECODERS
 from trainables.data.storage.free_space import format_bytes
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool

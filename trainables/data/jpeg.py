@@ -1,8 +1,8 @@
-"""The interface of a JPEG decoder. Shapes: H W pixels of the part that was decoded."""
+"""The header of a JPEG file, and a decoded part of an image. Shapes: H W pixels of the part that was decoded."""
 
 import struct
 from collections.abc import Container
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,22 +44,6 @@ class Decoded(NamedTuple):
         """The pixels in `box`, where nothing was shrunk."""
         left, top, right, bottom = box
         return self.rgb_HWC[top - self.top : bottom - self.top, left - self.left : right - self.left]
-
-
-class Decoder(Protocol):
-    """Decodes JPEG files, from any number of threads at once, without the GIL."""
-
-    @property
-    def name(self) -> str:
-        """As in DECODERS."""
-
-    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
-        """At least the pixels in `box`, of the image shrunk by 1, 2, 4 or 8 in the frequency domain.
-
-        A decoder that cannot shrink, or not choose a part, gives more pixels; `shrink` of its answer says so. Where that is
-        1, pixels in the box are those of PIL. None where the file is damaged or strange, so that they may not be: PIL is
-        used then, and its result is final.
-        """
 
 
 def read_header(data: bytes | memoryview, channels: Container[int] = (1, 3)) -> JpegHeader | None:
