@@ -22,9 +22,9 @@ import numpy as np
 
 from tests.benchmarks.peers.window import BATCH, SIZE, THREADS
 from trainables.config import DataConfig
-from trainables.data.augment import Augment
-from trainables.data.loader.batch_reader import CHUNKS_PER_THREAD
-from trainables.data.loader.sample_reader import Reader
+from trainables.data.augment import Augment, uniforms
+from trainables.data.loader.batch_memory import BatchMemory
+from trainables.data.loader.batch_reader import CHUNKS_PER_THREAD, BatchReader
 from trainables.data.source import open_source
 from trainables.data.turbojpeg import TurboJpeg
 
@@ -82,8 +82,10 @@ def _library_timed(clock: Clock, augment: Augment, *, warm: bool) -> Iterator[No
 def measure(folder: Path, seconds: float, *, warm: bool) -> dict[str, float]:
     """Microseconds an image: medians over batches, and of the batch that was disturbed least."""
     data = DataConfig.model_validate({"path": str(folder), "image_size": SIZE, "augment": "crop_flip"})
-    source, augment, clock, overhead_s = open_source(data, "train"), Augment(data, "train"), Clock(), _overhead_s()
-    reader, rows = Reader(source, augment, 0), BATCH // (THREADS * CHUNKS_PER_THREAD)
+    source, clock, overhead_s = open_source(data, "train"), Clock(), _overhead_s()
+    memory, rows = BatchMemory(BATCH, SIZE), BATCH // (THREADS * CHUNKS_PER_THREAD)
+    reader = BatchReader(memory, source, data, split="train", seed=0, rank=0, world_size=1, threads=0)
+    augment = reader._augment
     out_BHWC = np.zeros((BATCH, SIZE, SIZE, 3), dtype=np.uint8)
     images_s, python_s = list[float](), list[float]()
     with _library_timed(clock, augment, warm=warm):
@@ -91,10 +93,10 @@ def measure(folder: Path, seconds: float, *, warm: bool) -> dict[str, float]:
         for number in count():
             indices_B = np.arange(number * BATCH, (number + 1) * BATCH) % len(source)
             clock.inside_s, clock.num_calls, began_s = 0.0, 0, time.thread_time()
-            uniforms_BU = reader.uniforms(number, indices_B)
+            uniforms_BU = uniforms(0, number, indices_B, augment.num_uniforms)
             for row in range(0, BATCH, rows):
                 part = slice(row, row + rows)
-                reader.fill(row, indices_B[part], uniforms_BU[part], [out_BHWC[part]], lambda: False)
+                reader._fill(1, row, indices_B[part], uniforms_BU[part], out_BHWC[part])
             images_s.append((time.thread_time() - began_s - clock.num_calls * overhead_s) / BATCH)
             python_s.append(images_s[-1] - clock.inside_s / BATCH)
             if time.perf_counter() > until_s and number > _WARM_UP:

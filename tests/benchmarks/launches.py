@@ -21,7 +21,7 @@ from tests.benchmarks.rounds import Bar, Comparison, Sides
 from tests.benchmarks.sleeping_source import SIZE, SleepingSource
 from trainables.config import DataConfig
 from trainables.data.loader.loader import Loader
-from trainables.data.loader.loader_process import loader_process
+from trainables.data.loader.loader_process import ProcessReader
 
 BATCHES, IMAGES_PER_S, THREADS = (256, 64), 4000.0, 16  # a batch costs the training thread the same, whatever its size
 
@@ -70,12 +70,12 @@ def measure(where: str, batch: int, seconds: float) -> dict[str, float]:
     data = DataConfig.model_validate(
         {"image_size": SIZE, "global_batch_size": batch, "loader_workers": THREADS, "loader": where, "augment": "none"}
     )
-    process = loader_process(data, world_size=1, device=torch.device("cpu"))
     source = SleepingSource(10_000_000)
-    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=THREADS, process=process)
-    socket = _Socket(process._connection) if process else None
-    if process and socket:
-        process._connection = socket  # type: ignore[assignment]
+    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=THREADS)
+    socket = None
+    if isinstance(loader._reader, ProcessReader):
+        socket = _Socket(loader._reader._connection)
+        loader._reader._connection = socket  # type: ignore[assignment]
     batches = loader.epoch(0)
     for _ in range(10):
         next(batches)
@@ -126,6 +126,10 @@ class _Socket:
 
     def close(self) -> None:
         self._connection.close()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._connection.closed)
 
 
 class _Steps:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import numpy as np
 import psutil
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from tests.trainables.data.loader.numbered_sources import NumberedSource
@@ -19,7 +18,6 @@ from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.loader.batch_reader import Request
 from trainables.data.loader.loader import Loader
-from trainables.data.loader.loader_process import loader_process
 from trainables.stacks import ProcessReport, kill, report_processes, write_stacks_on_signal
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -91,9 +89,7 @@ def test_a_loader_process_writes_its_stacks_too() -> None:
     data = DataConfig.model_validate(
         {"global_batch_size": 8, "image_size": 8, "augment": "none", "loader": "process", "loader_workers": 1}
     )
-    process = loader_process(data, world_size=1, device=torch.device("cpu"))
-    source = _StuckSource(64)
-    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=1, process=process)
+    loader = Loader(_StuckSource(64), data, split="train", seed=0, rank=0, world_size=1, loader_workers=1)
     loader._begin(Request(1, 0, 0, 0, 8))
     try:
         found = wait_until(lambda: "in read" in (each := report(os.getpid())).stacks and each).stacks

@@ -17,7 +17,6 @@ from torch import Tensor, float32, float64, nn
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.interface import Source
 from trainables.data.loader.loader import Loader
-from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.device_batches import DeviceBatch
@@ -161,7 +160,6 @@ def val_loader(data: DataConfig, split: Split, group: Group) -> Loader:
         world_size=group.world_size,
         loader_workers=data.loader_workers,
         device=group.device,
-        process=loader_process(data, world_size=group.world_size, device=group.device),
     )
 
 

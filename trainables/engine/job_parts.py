@@ -11,7 +11,6 @@ import torch
 from trainables.config import TrainConfig
 from trainables.data.identity import data_changes, data_identity
 from trainables.data.loader.loader import Loader
-from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.compilation import compile_model
@@ -51,7 +50,6 @@ def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], 
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
     check_decoder(data, device, max(1, data.loader_workers))
     sources = {"train": open_on_node(data, "train"), "val": open_on_node(data, "val")}
-    process = loader_process(data, world_size=layout.replicas.world_size, device=device)
 
     def loader(split: Split) -> Loader:
         assert isinstance(data.loader_workers, int)
@@ -65,7 +63,6 @@ def open_loaders(config: TrainConfig, layout: Layout) -> tuple[tuple[str, ...], 
             world_size=layout.replicas.world_size,
             loader_workers=data.loader_workers,
             device=device,
-            process=process,
             num_augmentation_epochs=config.num_augmentation_epochs if training else None,
         )
 

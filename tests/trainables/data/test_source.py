@@ -20,7 +20,6 @@ from trainables.config import DataConfig
 from trainables.data.identity import check_same_data, data_identity
 from trainables.data.interface import Source
 from trainables.data.loader.loader import Batch, Loader
-from trainables.data.loader.loader_process import loader_process
 from trainables.data.pack.layout_reader import is_held_out
 from trainables.data.source import open_on_node, open_source
 from trainables.errors import DataError
@@ -404,11 +403,8 @@ def test_batches_of_several_sets_are_the_same_on_one_worker_and_on_two(tmp_path:
 
     def batches(rank: int, world_size: int, start: int = 0, loader: str = "threads") -> list[Batch]:
         data = settings.model_copy(update={"loader": loader, "loader_workers": 2})
-        process = loader_process(data, world_size=world_size, device=torch.device("cpu"))
         source, where = open_on_node(data, "train"), {"rank": rank, "world_size": world_size}
-        with contextlib.closing(
-            Loader(source, data, split="train", seed=3, loader_workers=2, process=process, **where)
-        ) as reading:
+        with contextlib.closing(Loader(source, data, split="train", seed=3, loader_workers=2, **where)) as reading:
             assert (reading.steps_per_epoch, reading.samples_per_epoch) == (6, 23)
             return [batch._replace(images_BCHW=batch.images_BCHW.clone()) for batch in reading.epoch(1, start)]
 

@@ -19,9 +19,9 @@ from trainables.data.augment import Augment
 from trainables.data.encoded_rows import EncodedRows
 from trainables.data.interface import Source
 from trainables.data.loader.batch_memory import BatchMemory
-from trainables.data.loader.batch_reader import BatchReader, Reads, Request
-from trainables.data.loader.loader_process import LoaderProcess, ProcessReader, ProcessReads
-from trainables.data.loader.sample_reader import Costs, ReadResult
+from trainables.data.loader.batch_reader import BatchReader, ReadResult, Reads, Request
+from trainables.data.loader.costs import Costs
+from trainables.data.loader.loader_process import ProcessReader, ProcessReads, uses_process
 from trainables.data.order import REPEAT, Split, rank_part
 from trainables.errors import DataError
 from trainables.rules import enough_images, resize_covers_crop
@@ -62,11 +62,11 @@ class Loader:
 
     Global batch k of an epoch covers [k·G, (k+1)·G) of the epoch's `Order`, which depends on (seed, epoch) alone and never
     stands in memory; each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
-    batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`, in `process` where there is
-    one; with 0 the caller's thread does the work. One epoch runs at a time: starting one ends the one before. Its batches take
-    `batches_mib` MiB of memory, pinned where `device` is a GPU. With `num_augmentation_epochs` n images are augmented as in
-    epochs 0, 1, … n - 1 and then again; the order repeats with them where images are mixed, as it decides with which, and else
-    never. Of several sets (`data.more`) an epoch is one pass over the first, see `MixedOrder`.
+    batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`, in this process or in one of
+    their own, see `uses_process`; with 0 the caller's thread does the work. One epoch runs at a time: starting one ends the one
+    before. Its batches take `batches_mib` MiB of memory, pinned where `device` is a GPU. With `num_augmentation_epochs` n images
+    are augmented as in epochs 0, 1, … n - 1 and then again; the order repeats with them where images are mixed, as it decides
+    with which, and else never. Of several sets (`data.more`) an epoch is one pass over the first, see `MixedOrder`.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
     `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
@@ -89,7 +89,6 @@ class Loader:
         world_size: int,
         loader_workers: int,
         device: torch.device = _CPU,
-        process: LoaderProcess | None = None,
         num_augmentation_epochs: int | None = None,
     ) -> None:
         num_samples, batch = source.order(data, split, seed).num_samples, data.global_batch_size
@@ -112,12 +111,12 @@ class Loader:
         self._threads = max(1, loader_workers)
         self.costs = Costs(self._threads)
         self._prefetch_batches = data.prefetch_batches if loader_workers else 0
-        max_rows = math.ceil(min(batch, num_samples) / world_size)
-        open_reader: Callable[..., BatchReader | ProcessReader] = (
-            process.open
-            if process and loader_workers
-            else partial(BatchReader, BatchMemory(max_rows, data.image_size, pinned=device.type == "cuda"))
-        )
+        rows, pinned = math.ceil(min(batch, num_samples) / world_size), device.type == "cuda"
+        open_reader: Callable[..., BatchReader | ProcessReader]
+        if loader_workers and uses_process(data, device):
+            open_reader = partial(ProcessReader, rows, pinned=pinned)
+        else:
+            open_reader = partial(BatchReader, BatchMemory(rows, data.image_size, pinned=pinned))
         self._reader = open_reader(source, data, split=split, seed=seed, rank=rank, world_size=world_size, threads=loader_workers)
         self._iteration = 0
 
@@ -134,7 +133,7 @@ class Loader:
     def batches_mib(self) -> float:
         """Memory of the batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
 
-        Loaders with a process share it. Whoever uses more than one batch at a time takes more.
+        Whoever uses more than one batch at a time takes more.
         """
         return (self._prefetch_batches + 2) * self._reader.memory.block_bytes / 2**20
 

@@ -1,4 +1,4 @@
-"""The main program of a loader process, which reads batches for the worker that started it, and ends with that worker.
+"""The main program of a loader process, which reads batches for the loader that started it, and ends with its worker.
 
 Its arguments are the worker's process id, a socket and the batch memory. It must not import torch, see `batch_reader`.
 """
@@ -18,8 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from trainables.data.loader.batch_memory import BatchMemory
-from trainables.data.loader.batch_reader import BatchReader, Reads, Request
-from trainables.data.loader.sample_reader import ReadResult
+from trainables.data.loader.batch_reader import BatchReader, ReadResult, Reads, Request
 from trainables.stacks import write_stacks_on_signal
 
 _POLL_INTERVAL_S = 1.0
@@ -62,28 +61,27 @@ def _serve(connection: Connection, worker: int, memory: BatchMemory) -> None:
     log.propagate = False
     begun = SimpleQueue[Reads]()
     threading.Thread(target=_respond, args=(begun, to_worker), name="responses", daemon=True).start()
-    pickled, readers = dict[int, bytes](), dict[int, BatchReader]()
+    opened, reader = b"", None
 
-    def begin(number: int, request: tuple[int, ...], block: int) -> Reads:
+    def begin(request: tuple[int, ...], block: int) -> Reads:
+        nonlocal reader
         try:
-            if number not in readers:
-                source, data, options = pickle.loads(pickled[number])
-                readers[number] = BatchReader(memory, source, data, **options)
-            return readers[number].begin(Request(*request), block)
+            if reader is None:
+                source, data, options = pickle.loads(opened)
+                reader = BatchReader(memory, source, data, **options)
+            return reader.begin(Request(*request), block)
         except Exception as error:
             failed: Future[ReadResult] = Future()
             failed.set_exception(error)
             return Reads([failed])
 
-    for number, method, arguments in _messages(connection, worker):
+    for method, arguments in _messages(connection, worker):
         if method == "open":
-            (pickled[number],) = arguments
+            (opened,) = arguments
         elif method == "begin":
-            begun.put(begin(number, *arguments))
-        elif number in readers:
-            getattr(readers[number], method)(*arguments)
-        if method == "close":
-            readers.pop(number, None)
+            begun.put(begin(*arguments))
+        elif reader is not None:
+            reader.stop(*arguments)
 
 
 def _messages(connection: Connection, worker: int) -> Iterator[Any]:

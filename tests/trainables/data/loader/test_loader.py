@@ -26,7 +26,6 @@ from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.interface import Source
 from trainables.data.loader.loader import Batch, Loader
-from trainables.data.loader.loader_process import loader_process
 from trainables.data.order import REPEAT, Split, sample_at
 from trainables.data.source import open_source
 from trainables.data.sources.memory import open_synthetic
@@ -45,8 +44,7 @@ with_workers = pytest.mark.parametrize(
 
 
 def _loader(source: Source, data: DataConfig, split: Split = "train", rank: int = 0, world: int = 1, workers: int = 0) -> Loader:
-    process = loader_process(data.model_copy(update={"loader_workers": workers}), world_size=world, device=CPU)
-    return Loader(source, data, split=split, seed=11, rank=rank, world_size=world, loader_workers=workers, process=process)
+    return Loader(source, data, split=split, seed=11, rank=rank, world_size=world, loader_workers=workers)
 
 
 def _order(epoch: int, num_samples: int) -> list[int]:
@@ -560,11 +558,8 @@ def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread(w
 
 
 def _gpu_loader(source: Source, data: DataConfig, split: Split = "train", workers: int = 2) -> Loader:
-    data, device = data.model_copy(update={"loader_workers": workers}), torch.device("cuda")
-    process = loader_process(data, world_size=1, device=device)
-    return Loader(
-        source, data, split=split, seed=11, rank=0, world_size=1, loader_workers=workers, device=device, process=process
-    )
+    device = torch.device("cuda")
+    return Loader(source, data, split=split, seed=11, rank=0, world_size=1, loader_workers=workers, device=device)
 
 
 @pytest.mark.gpu

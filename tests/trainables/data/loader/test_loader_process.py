@@ -18,13 +18,11 @@ from trainables.config import DataConfig
 from trainables.data.interface import Source
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.loader import Loader
-from trainables.data.loader.loader_process import LoaderProcess, loader_process
-from trainables.data.order import Split
+from trainables.data.loader.loader_process import ProcessReader, uses_process
 from trainables.data.source import open_source
 from trainables.errors import LoaderDiedError
 from trainables.failures import RETRYABLE, kind_of
 
-CPU = torch.device("cpu")
 MEMORY = "/memfd:loader batches"
 
 pytestmark = pytest.mark.processes
@@ -34,14 +32,8 @@ def _data(batch: int = 8, **changes: Any) -> DataConfig:
     return DataConfig(image_size=2, global_batch_size=batch, loader_workers=2, loader="process").model_copy(update=changes)
 
 
-def _process(data: DataConfig) -> LoaderProcess:
-    process = loader_process(data, world_size=1, device=CPU)
-    assert process is not None
-    return process
-
-
-def _loader(source: Source, data: DataConfig, process: LoaderProcess | None, split: Split = "train") -> Loader:
-    return Loader(source, data, split=split, seed=11, rank=0, world_size=1, loader_workers=2, process=process)
+def _loader(source: Source, data: DataConfig) -> Loader:
+    return Loader(source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=2)
 
 
 def _who_maps_batches() -> set[int]:
@@ -61,37 +53,24 @@ def _no_earlier_garbage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "changes", "uses_process"),
+    ("device", "changes", "expected"),
     [
         ("cpu", {"loader": "auto"}, False),
         ("cpu", {"loader": "process"}, True),
         ("cuda", {"loader": "auto"}, True),
         ("cuda", {"loader": "threads"}, False),
-        ("cuda", {"loader": "auto", "loader_workers": 0}, False),
         ("cuda", {"loader": "auto", "decoder": "gpu", "augment": "crop_flip"}, False),
     ],
 )
-def test_auto_is_a_process_where_a_gpu_trains_and_does_not_decode(
-    device: str, changes: dict[str, Any], uses_process: bool
-) -> None:
-    process = loader_process(_data(**changes), world_size=1, device=torch.device(device))
-    assert (process is not None) == uses_process
+def test_auto_is_a_process_where_a_gpu_trains_and_does_not_decode(device: str, changes: dict[str, Any], expected: bool) -> None:
+    assert uses_process(_data(**changes), torch.device(device)) == expected
 
 
-def test_a_workers_loaders_share_one_process_and_its_memory() -> None:
-    data = _data(8)
-    process = _process(data)
-    train = _loader(NumberedSource(64), data, process)
-    val = _loader(NumberedSource(20), data, process, "val")
-    batches = train.epoch(0)
-    next(batches)
-    assert [index for batch in val.epoch(0) for index in batch.indices_B.tolist()] == list(range(20))
-    assert len(list(batches)) == 7
+def test_a_closed_loader_leaves_neither_its_process_nor_its_memory() -> None:
+    loader = _loader(NumberedSource(64), _data(8))
+    assert len(list(loader.epoch(0))) == 8
     (server,) = loader_processes()
-    assert len(process.memory._blocks) <= 8
-    val.close()
-    assert server.is_running()
-    train.close()
+    loader.close()
     assert not server.is_running()
     assert os.getpid() not in _who_maps_batches()
 
@@ -99,7 +78,7 @@ def test_a_workers_loaders_share_one_process_and_its_memory() -> None:
 def test_a_loader_process_imports_no_torch_where_photos_are_decoded_fast(make_folder: MakeFolder) -> None:
     root = make_folder(train={"a": 16}, val={"a": 1})
     data = _data(8, path=str(root), image_size=16, augment="crop_flip")
-    loader = _loader(open_source(data, "train"), data, _process(data))
+    loader = _loader(open_source(data, "train"), data)
     batches = loader.epoch(0)
     next(batches)
     (server,) = loader_processes()
@@ -109,8 +88,7 @@ def test_a_loader_process_imports_no_torch_where_photos_are_decoded_fast(make_fo
 
 
 def test_a_loader_process_that_is_killed_is_one_line_and_training_may_go_on() -> None:
-    data = _data(8)
-    loader = _loader(SlowSource(4000), data, _process(data))
+    loader = _loader(SlowSource(4000), _data(8))
     batches = loader.epoch(0)
     next(batches)
     loader_processes()[0].send_signal(signal.SIGKILL)
@@ -125,30 +103,16 @@ def test_a_loader_process_that_is_killed_is_one_line_and_training_may_go_on() ->
     loader.close()
 
 
-class BadToCloseThere(SlowSource):
-    """Closing it is an error in every process but the one that made it."""
-
-    def __init__(self, num_samples: int) -> None:
-        super().__init__(num_samples)
-        self._maker = os.getpid()
-
-    def close(self) -> None:
-        if os.getpid() != self._maker:
-            raise OSError("stale file handle")
-
-
 def test_an_error_of_the_process_itself_is_in_its_log_and_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
-    data = _data(8)
-    process = _process(data)
-    train, val = _loader(SlowSource(4000), data, process), _loader(BadToCloseThere(8), data, process, "val")
-    assert len(list(val.epoch(0))) == 1
-    batches = train.epoch(0)
+    loader = _loader(SlowSource(4000), _data(8))
+    assert isinstance(loader._reader, ProcessReader)
+    batches = loader.epoch(0)
     next(batches)
-    val.close()
+    loader._reader._connection.send_bytes(b"no pickle")
     with pytest.raises(LoaderDiedError, match=r"exited with code 1; its error is in this worker's log, worker-\*\.err in"):
         list(batches)
-    train.close()
-    assert "OSError: stale file handle" in capfd.readouterr().err
+    loader.close()
+    assert "UnpicklingError" in capfd.readouterr().err
 
 
 def _num_descriptors() -> int:
@@ -156,14 +120,13 @@ def _num_descriptors() -> int:
     return sum(MEMORY in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
 
-def test_no_descriptor_is_left_whether_a_loader_was_opened_or_not() -> None:
-    data = _data(8)
+def test_a_closed_loader_leaves_no_descriptor() -> None:
     before = _num_descriptors()
-    processes = [_process(data) for _ in range(3)]
-    assert _num_descriptors() == before
-    loader = _loader(NumberedSource(64), data, processes[0])
+    unused, loader = (_loader(NumberedSource(64), _data(8)) for _ in range(2))
     assert len(list(loader.epoch(0))) == 8
+    assert _num_descriptors() > before
     loader.close()
+    unused.close()
     assert _num_descriptors() == before
 
 
@@ -172,8 +135,7 @@ def test_what_a_process_cannot_open_is_an_error_of_the_first_batch(tmp_path: Pat
         def __reduce__(self) -> tuple[Any, ...]:
             return open, (str(tmp_path / "missing"),)
 
-    data = _data(8)
-    loader = _loader(NotInAModule(64), data, _process(data))
+    loader = _loader(NotInAModule(64), _data(8))
     with pytest.raises(FileNotFoundError, match="missing"):
         list(loader.epoch(0))
     loader.close()
@@ -184,7 +146,7 @@ def test_crops_for_the_device_to_decode_come_as_from_threads(make_folder: MakeFo
     found = []
     for where in ("threads", "process"):
         data = _data(6, path=str(root), image_size=16, augment="crop_flip", decoder="gpu", loader=where)
-        loader = _loader(open_source(data, "train"), data, loader_process(data, world_size=1, device=CPU))
+        loader = _loader(open_source(data, "train"), data)
         found.append([batch.encoded_rows.regions for batch in loader.epoch(0) if batch.encoded_rows])
         loader.close()
     assert len(found[0]) == 2
@@ -259,9 +221,8 @@ def _worker(where: str = "iterating") -> subprocess.Popen[str]:
 _WORKER = """
 import os, sys, time
 from tests.trainables.data.loader.numbered_sources import SlowSource
-from tests.trainables.data.loader.test_loader_process import _data, _loader, _process
-data = _data(8)
-loader = _loader(SlowSource(100_000), data, _process(data))
+from tests.trainables.data.loader.test_loader_process import _data, _loader
+loader = _loader(SlowSource(100_000), _data(8))
 print("started", flush=True)
 for step, batch in enumerate(loader.epoch(0)):
     if step == 3:
@@ -307,8 +268,7 @@ def test_no_process_and_no_memory_is_left_whenever_one_of_the_two_is_killed(vict
 
 
 def test_what_the_process_logs_is_logged_by_the_worker(caplog: pytest.LogCaptureFixture) -> None:
-    data = _data(4)
-    loader = _loader(LoggingSource(8), data, _process(data))
+    loader = _loader(LoggingSource(8), _data(4))
     assert len(list(loader.epoch(0))) == 2
     loader.close()
     assert sorted(caplog.messages) == [f"sample {index}" for index in range(8)]
