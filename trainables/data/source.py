@@ -10,8 +10,8 @@ from trainables.config import DataConfig
 from trainables.data.index import is_records
 from trainables.data.interface import Source
 from trainables.data.order import Split
+from trainables.data.pack.image_folders import NO_IMAGES
 from trainables.data.pack.readers import IMAGE_FOLDER, matching_reader, nearby_layout_error
-from trainables.data.sources.folder import NO_IMAGES
 from trainables.data.sources.layout import LayoutSource
 from trainables.data.sources.memory import open_digits, open_synthetic
 from trainables.data.sources.mixed import open_mixed

@@ -312,16 +312,3 @@ def files_below(root: Path, pattern: str) -> list[Path]:
         folders[:] = [name for name in folders if depth < _MAX_DEPTH and not is_hidden(name)]
         found += [Path(folder, name) for name in files if known.fullmatch(name) and not is_hidden(name)]
     return sorted(found)
-
-
-def is_image_folder(root: Path) -> bool:
-    """Whether `root` has class folders for both splits."""
-    paths = list(root.iterdir()) if root.is_dir() else []
-    return {"train", "val"} <= {
-        SPLIT_OF[path.name.lower()] for path in paths if path.name.lower() in SPLIT_OF and has_folders(path)
-    }
-
-
-def has_folders(path: Path) -> bool:
-    """Whether a folder exists and has subfolders that are not hidden."""
-    return path.is_dir() and any(entry.is_dir() and not is_hidden(entry.name) for entry in os.scandir(path))

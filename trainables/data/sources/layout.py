@@ -44,7 +44,7 @@ class LayoutSource(Source):
         try:
             self._listing = _listings.get(key) or reader.listing()
         except DataError as error:
-            raise type(error)(f"data.path: {str(error).removeprefix('data.path: ')}") from None
+            raise type(error)(f"data.path: {error}") from None
         _listings[key] = self._listing
         self.classes = self._listing.classes
         self._locations, self.labels_N = self._listing.splits[split].locations, self._listing.splits[split].labels_N

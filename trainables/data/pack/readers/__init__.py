@@ -5,7 +5,15 @@ from pathlib import Path
 
 from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import ARCHIVE, ARRAYS, archive_error, arrays_error
-from trainables.data.pack.layout_reader import LayoutReader, files_below, is_image_folder
+from trainables.data.pack.image_folders import (
+    NO_IMAGES,
+    detection_error,
+    has_images,
+    has_root_classes,
+    is_image_folder,
+    renamed_splits,
+)
+from trainables.data.pack.layout_reader import LayoutReader, files_below
 from trainables.data.pack.readers.cifar import CifarReader
 from trainables.data.pack.readers.folder import FolderReader
 from trainables.data.pack.readers.image_list import ImageListReader
@@ -14,7 +22,6 @@ from trainables.data.pack.readers.lmdb import LmdbReader
 from trainables.data.pack.readers.parquet import ParquetReader, describes_images
 from trainables.data.pack.readers.tfrecord import TfrecordReader
 from trainables.data.pack.readers.webdataset import WebdatasetReader
-from trainables.data.sources.folder import NO_IMAGES, detection_error, has_images, has_root_classes, renamed_splits
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
@@ -33,8 +40,8 @@ READERS: dict[str, type[LayoutReader]] = {
 
 def matching_reader(root: Path, labels: bool = True) -> str | None:
     """The layout of a source; None where it has none that is known. Without `labels`, any folder with images has one."""
-    if is_image_folder(root) and not ImagenetReader.files(root):  # whatever else lies there, such as what it was unpacked from
-        return IMAGE_FOLDER
+    if is_image_folder(str(root)) and not ImagenetReader.files(root):
+        return IMAGE_FOLDER  # whatever else lies there, such as what it was unpacked from
     matching = (name for name, reader in READERS.items() if reader.files(root))
     name = next(matching, None)
     if name == "Parquet" and describes_images(ParquetReader.files(root)[0]):

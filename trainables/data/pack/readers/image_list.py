@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from trainables.data.interface import HOLD_OUT, NO_LABELS
 from trainables.data.order import Split
+from trainables.data.pack.image_folders import EXTENSIONS
 from trainables.data.pack.layout_reader import LABEL_FIELDS, Label, LayoutReader, files_below, split_files, split_name
-from trainables.data.sources.folder import EXTENSIONS
 from trainables.data.split_names import SPLIT_NAMES, SPLIT_OF, choose_splits, known_split_names
 from trainables.errors import DataError, NoLabelsError, first_three
 from trainables.notices import notice

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from trainables.data.order import Split
 from trainables.data.pack.file_kind import not_readable
-from trainables.data.pack.layout_reader import Label, LayoutReader, Location, has_folders, is_image_folder
+from trainables.data.pack.image_folders import EXTENSIONS, has_folders, is_image_folder
+from trainables.data.pack.layout_reader import Label, LayoutReader, Location
+from trainables.data.pack.readers.folder import FolderReader
 from trainables.data.pack.readers.tar_file import tar_files
-from trainables.data.sources.folder import EXTENSIONS, list_folder
 from trainables.data.split_names import is_hidden
 from trainables.errors import DataError
 
@@ -34,10 +35,10 @@ class ImagenetReader(LayoutReader):
     def files(cls, root: Path) -> list[Path]:
         """What shows the layout, whichever files it has."""
         tars = [root / name for name in (_TRAIN_TAR, _VAL_TAR) if (root / name).is_file()]
-        has_train = has_folders(root / "train")
+        has_train = has_folders(str(root / "train"))
         if (root / _TINY_LABELS).is_file():
             return [root / _TINY_LABELS] * has_train
-        if is_image_folder(root) or not (has_train or root / _TRAIN_TAR in tars):
+        if is_image_folder(str(root)) or not (has_train or root / _TRAIN_TAR in tars):
             return []
         return tars or [root / name for name in _label_files(root) if (root / "val").is_dir()]
 
@@ -54,8 +55,9 @@ class ImagenetReader(LayoutReader):
             return self._val_samples()
         if part.is_file():
             return self._tar_samples()
-        classes, files, labels_N = list_folder(str(self.root), "train")
-        return zip(files, (classes[label] for label in labels_N.tolist()), strict=True)
+        reader = FolderReader(self.root, val_share=0)
+        found = reader.by_class(reader.splits()["train"][0])
+        return ((file, name) for name, files in found.items() for file in files)
 
     def _tar_samples(self) -> Iterator[tuple[Location, Label]]:
         path = self._train_tar

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from trainables.data.interface import NO_LABELS
 from trainables.data.pack.file_kind import ARCHIVE
+from trainables.data.pack.image_folders import EXTENSIONS
 from trainables.data.pack.layout_reader import LABEL_FIELDS, Label, LayoutReader, Listing, Piece, files_below, split_name
 from trainables.data.pack.readers.tar_file import tar_files
-from trainables.data.sources.folder import EXTENSIONS
 from trainables.errors import DataError, NoLabelsError, first_three
 from trainables.notices import notice
 

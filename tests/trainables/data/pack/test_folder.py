@@ -17,11 +17,17 @@ from trainables.data.decode import decode_image
 from trainables.data.interface import Source
 from trainables.data.loader.loader import Loader
 from trainables.data.order import Split
+from trainables.data.pack.image_folders import EXTENSIONS
+from trainables.data.pack.layout_reader import Listing
+from trainables.data.pack.readers.folder import FolderReader
 from trainables.data.source import open_source
-from trainables.data.sources.folder import EXTENSIONS, list_folder
 from trainables.data.split_names import SPLIT_NAMES
 from trainables.errors import DataError, NoLabelsError
 from trainables.notices import notices_to
+
+
+def _listed(root: Path, val_share: float | None = None) -> Listing:
+    return FolderReader(root, val_share=val_share).listing()
 
 
 def _agrees_with_imagefolder(source: Source, root: Path, split: str) -> None:
@@ -175,9 +181,9 @@ def test_validation_images_in_no_class_folder_are_refused_with_what_to_do(
     photo(1).save(flat / "val_0.JPEG")
     (root / "val/val_annotations.txt").write_text("val_0.JPEG n01")
     with pytest.raises(DataError) as caught:
-        list_folder(str(root), "val")
+        _listed(root)
     assert str(caught.value) == (
-        f"data.path: {root}/val {problem}; "
+        f"{root}/val {problem}; "
         "move each image to its class's folder, val/CLASS/, named as in train (val_annotations.txt may say which)"
     )
 
@@ -189,7 +195,7 @@ def test_a_folder_that_belongs_to_two_classes_is_refused_and_one_that_counts_twi
     (root / "train/dog/deep").mkdir()
     photo(1).save(root / "train/dog/deep/x.jpg")
     (root / "train/dog/again").symlink_to("deep")
-    assert len(list_folder(str(root), "train").files) == 5
+    assert len(_listed(root, val_share=0).splits["train"].locations) == 5
     assert notices == [f"{root}/train/dog/again and {root}/train/dog/deep are one folder: its images count twice"]
     (root / "train/kitty").symlink_to("cat")
     assert f"train/kitty and {root}/train/cat are one folder: its images would be of two classes" in message(root)
@@ -229,17 +235,17 @@ def test_a_class_that_validation_lacks_keeps_its_label(make_folder: MakeFolder) 
 
 def test_a_class_that_only_validation_has_is_refused_by_name(make_folder: MakeFolder) -> None:
     root = make_folder(train={"a": 1}, val={"a": 1, "zebra": 1})
-    list_folder(str(root), "train")
+    _listed(root, val_share=0)
     with pytest.raises(DataError, match="zebra"):
-        list_folder(str(root), "val")
+        _listed(root)
 
 
 def test_classes_whose_names_differ_in_case_or_blanks_alone_are_named(make_folder: MakeFolder, notices: list[str]) -> None:
     root = make_folder(train={"Cat": 1, "cat": 1, "dog": 1}, val={"dog ": 1})
-    assert list_folder(str(root), "train").classes == ("Cat", "cat", "dog")
+    assert _listed(root, val_share=0).classes == ("Cat", "cat", "dog")
     assert notices == [f"{root}/train: classes whose names differ in case or blanks alone: Cat, cat"]
     with pytest.raises(DataError, match="'dog ' is 'dog' in train; rename them"):
-        list_folder(str(root), "val")
+        _listed(root)
 
 
 def test_folders_that_may_group_classes_are_named(make_folder: MakeFolder, notices: list[str]) -> None:
@@ -247,11 +253,11 @@ def test_folders_that_may_group_classes_are_named(make_folder: MakeFolder, notic
     for number in range(2):
         (root / "train" / "birds" / str(number)).mkdir()
         (root / "train" / "birds" / f"00{number}.jpg").rename(root / "train" / "birds" / str(number) / "x.jpg")
-    list_folder(str(root), "train")
+    _listed(root, val_share=0)
     assert notices == []  # birds has images of its own, cats one folder
     for number in range(2, 4):
         (root / "train" / "birds" / f"00{number}.jpg").rename(root / "train" / "birds" / "0" / f"{number}.jpg")
-    list_folder(str(root), "train")
+    _listed(root, val_share=0)
     says = "classes whose images are in inner folders: 1, such as birds/0: the class is the outer folder"
     assert notices == [f"{root}/train: {says}"]
 
