@@ -87,7 +87,5 @@ def open_on_node(data: DataConfig, split: Split) -> Source:
         return open_mixed(data, partial(open_on_node, split=split))
     check_placement(data)
     if is_uri(data.path):
-        remote = open_remote(data, split)
-        remote.check_room(data.shuffle if split == "train" else "none")
-        return remote
+        return open_remote(data, split, reads_epochs=True)
     return open_source(data, split) if data.stage == "none" else open_staged(data, split)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.index import ROW_COLUMNS, SHARD_COLUMNS, File, Index, SplitIndex, read_index
 from trainables.data.interface import NO_LABELS, Source
-from trainables.data.order import Split
+from trainables.data.order import Order, Split
 from trainables.data.sources.shards import LocalShards, ShardReader, unreadable
 from trainables.errors import DataError, NoLabelsError
 from trainables.notices import notice
@@ -92,6 +92,12 @@ class RecordsSource(Source):
         for index, offset, out_HWC in samples:
             content = self._shards.read(bisect_right(self._ends_S, index), offset, out_HWC.nbytes)
             out_HWC[:] = np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
+    def follow(self, order: Order, epoch: int, position: int) -> None:
+        self._shards.follow(order, epoch, position)
+
+    def close(self) -> None:
+        self._shards.close()
 
     def _check(self, path: Path, part: SplitIndex) -> None:
         """Every row lies inside its shard, so that no read needs to ask again. Raises DataError."""

@@ -1,4 +1,4 @@
-"""Where the shards of a packed set are read: one contract, and the one for files on this machine."""
+"""Where the shards of a packed set are read: the interface, and the shards in a folder of this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainables.data.index import File
+from trainables.data.order import Order
 from trainables.errors import DataError
 
 
@@ -23,9 +24,15 @@ class ShardReader(Protocol):
     def path(self, shard: int) -> Path:
         """The local file of the shard, which may be missing where shards come and go."""
 
+    def follow(self, order: Order, epoch: int, position: int) -> None:
+        """See `Source.follow`."""
+
+    def close(self) -> None:
+        """See `Source.close`."""
+
 
 class LocalShards:
-    """Shards in a folder, read by position.
+    """Shards in a folder, read by position; `close` calls `release`.
 
     Not memory-mapped: where a disk fails, or a file is cut off under a running job, touching mapped memory kills the process
     (SIGBUS), and a read is an ordinary error. The copy takes 1% of the time that decoding takes. A shard that is replaced
@@ -33,9 +40,9 @@ class LocalShards:
     quarter of the files open that it may have: then the one that was used longest ago is closed.
     """
 
-    def __init__(self, root: Path, shards: tuple[File, ...]) -> None:
+    def __init__(self, root: Path, shards: tuple[File, ...], release: Callable[[], None] = lambda: None) -> None:
         """Raises DataError where a shard is missing, or of another size than the index says."""
-        self._root, self._shards = root, shards
+        self._root, self._shards, self.close = root, shards, release
         identities = [_identity(root / shard.file, shard, os.stat) for shard in shards]
         # without `self`, so that the files are closed with the last reference to it
         self._open = lru_cache(_max_open(len(shards)))(partial(_open, root, shards, identities))
@@ -57,6 +64,9 @@ class LocalShards:
         if len(content) < size:
             raise DataError(f"data.path: {self.path(shard)} was cut off while it was in use; copy or pack it again")
         return content
+
+    def follow(self, order: Order, epoch: int, position: int) -> None:
+        """All are here already."""
 
 
 class _Handle:

@@ -14,9 +14,11 @@ import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trainables.config.data import shuffle_window
 from trainables.data.index import File, Index
 from trainables.data.order import Order, Split
 from trainables.data.storage.cache import Cache, reported_as
@@ -75,9 +77,11 @@ class RemoteShards:
     Reading a missing shard fetches it. After the first call of `follow`, threads prefetch shards.
     """
 
-    def __init__(self, origin: Origin, cache: Cache, index: Index, split: Split) -> None:
+    def __init__(self, origin: Origin, cache: Cache, index: Index, split: Split, *, reopen: tuple[Any, ...]) -> None:
+        """`reopen`: the function with which another process opens them, and its arguments."""
         self.origin, self.cache, self.shards = origin, cache, index.splits[split].shards
-        self.largest_val_bytes = max((shard.bytes for shard in index.splits["val"].shards), default=0)
+        self._reopen = reopen
+        self._largest_val_bytes = max((shard.bytes for shard in index.splits["val"].shards), default=0)
         self._files = {file.file for part in index.splits.values() for file in part.shards}
         self._touched_at = [0.0] * len(self.shards)
         self._upcoming: Upcoming | None = None
@@ -87,6 +91,32 @@ class RemoteShards:
         self._failed: dict[int, DataError] = {}  # raised when the shard is read
         self._threads: list[threading.Thread] = []
         self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reopen
+
+    def check_room(self, shuffle: str) -> None:
+        """Refuse an order that would fetch shards repeatedly. `shuffle` is `data.shuffle`, or `none` for validation.
+
+        Raises DataError with the cache size that the order needs, and the actual one.
+        """
+        room_bytes, num_samples = self.cache.room_bytes(), sum(shard.rows for shard in self.shards)
+        total_bytes, largest_bytes = sum(shard.bytes for shard in self.shards), max(shard.bytes for shard in self.shards)
+        needed_bytes = largest_bytes if shuffle == "none" else total_bytes
+        if window := shuffle_window(shuffle):  # a window may begin and end in the middle of a shard
+            needed_bytes = min(total_bytes, total_bytes * window // num_samples + 2 * largest_bytes)
+        # validation reads between epochs, and must not evict what training needs
+        val_bytes = self._largest_val_bytes if self._repeats else 0
+        needed_bytes += val_bytes
+        if needed_bytes <= room_bytes:
+            return
+        what = (
+            f"data.shuffle: {shuffle} over {self.origin.path} needs a cache of {format_bytes(needed_bytes)}, "
+            f"more than the {format_bytes(room_bytes)} of the one in {self.cache.folder}"
+        )
+        samples = (room_bytes - val_bytes - 2 * largest_bytes) * num_samples // total_bytes
+        smaller = f"data.shuffle=window({samples}) or smaller, or " if shuffle != "none" and samples > 0 else ""
+        raise DataError(f"{what}; write {smaller}a larger data.cache_mib, or a folder with more room as data.stage")
 
     def path(self, shard: int) -> Path:
         """Return the path of the shard's local file, which may not exist."""

@@ -37,22 +37,11 @@ def set_identity(index: Index) -> str:
     return hashlib.sha256(index.model_dump_json().encode()).hexdigest()[:32]
 
 
-class StagedRecords(RecordsSource):
-    """One split of a packed set, read from this node's copy; see `open_staged`."""
-
-    def __init__(self, cache: Cache, index: Index, split: Split, labels: bool) -> None:
-        super().__init__(cache.folder, index, split, LocalShards(cache.folder, index.splits[split].shards), labels)
-        self._cache = cache
-
-    def close(self) -> None:
-        """Release the copy."""
-        self._cache.close()
-
-
-def open_staged(data: DataConfig, split: Split) -> StagedRecords:
+def open_staged(data: DataConfig, split: Split) -> RecordsSource:
     """Open one split of the packed set in `data.path` from a copy in `data.stage`. Raises as `stage_set` does."""
     cache, index = stage_set(data.path, data.stage)
-    return StagedRecords(cache, index, split, data.labels)
+    shards = LocalShards(cache.folder, index.splits[split].shards, release=cache.close)
+    return RecordsSource(cache.folder, index, split, shards, data.labels)
 
 
 def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[Cache, Index]:

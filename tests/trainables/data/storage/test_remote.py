@@ -30,11 +30,12 @@ from trainables.data.index import INDEX, read_index
 from trainables.data.loader.loader import Loader
 from trainables.data.order import Order
 from trainables.data.source import open_on_node, open_source
+from trainables.data.sources.records import RecordsSource
 from trainables.data.storage import remote_shards
 from trainables.data.storage.cleaner import remove_unused
 from trainables.data.storage.origin import Origin
-from trainables.data.storage.remote import RemoteRecords, open_remote
-from trainables.data.storage.remote_shards import Upcoming
+from trainables.data.storage.remote import open_remote
+from trainables.data.storage.remote_shards import RemoteShards, Upcoming
 from trainables.errors import DataError
 from trainables.locks import locked
 
@@ -58,7 +59,12 @@ def _data(uri: str, node: Path, **more: Any) -> DataConfig:
     return DataConfig(path=uri, stage=str(node), **more)
 
 
-def _order(source: RemoteRecords, shuffle: str) -> Order:
+def _shards(source: RecordsSource) -> RemoteShards:
+    assert isinstance(source._shards, RemoteShards)
+    return source._shards
+
+
+def _order(source: RecordsSource, shuffle: str) -> Order:
     sizes = [ROWS] * SHARDS
     return Order("train", shuffle, seed=1, num_samples=len(source), shard_sizes=sizes)
 
@@ -140,7 +146,8 @@ def s3(packed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 def test_a_set_behind_a_uri_is_the_set_itself(packed: Path, node: Path) -> None:
     for split in ("train", "val"):
         source = open_source(_data(packed.as_uri(), node), split)
-        assert isinstance(source, RemoteRecords)
+        assert isinstance(source, RecordsSource)
+        assert isinstance(source._shards, RemoteShards)
         for index in range(0, len(source), 7):
             assert source.read(index) == image_of(split, index, SIZE)
         assert source.name(3) == f"{split}/3"
@@ -209,9 +216,9 @@ class Counting(Origin):
 def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> None:
     sources, requests = [open_remote(_data(packed.as_uri(), node), "train") for _ in range(3)], list[str]()
     for source in sources:
-        source._shards.origin = Counting(packed.as_uri(), requests)
+        _shards(source).origin = Counting(packed.as_uri(), requests)
 
-    def read_all(source: RemoteRecords) -> bool:
+    def read_all(source: RecordsSource) -> bool:
         source.follow(_order(source, "full"), 0, 0)
         return all(source.read(index) == image_of("train", index, SIZE) for index in range(len(source)))
 
@@ -222,7 +229,7 @@ def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> N
 
 def test_what_a_killed_worker_had_begun_to_fetch_takes_no_room(packed: Path, node: Path) -> None:
     source = open_remote(_data(packed.as_uri(), node, cache_mib=3), "train")
-    begun = source._shards.cache.folder.parent / "train-00009.arrow.part"
+    begun = _shards(source).cache.folder.parent / "train-00009.arrow.part"
     begun.write_bytes(b"x" * 500_000)
     with locked(begun):
         open_remote(_data(packed.as_uri(), node, cache_mib=3), "train")
@@ -312,14 +319,14 @@ def test_a_folder_for_temporary_files_that_cannot_be_used_is_not_called_the_stag
 
 def test_a_folder_that_is_taken_away_is_one_line_and_ends_no_thread(packed: Path, node: Path) -> None:
     source = open_remote(_data(packed.as_uri(), node, cache_mib=8), "train")
-    folder = source._shards.cache.folder.parent
+    folder = _shards(source).cache.folder.parent
     folder.rename(folder.with_name("away"))  # at once: its cleaner may be making a file in it
     source.follow(_order(source, "none"), 0, 0)
     time.sleep(0.3)
     with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No such file or directory; write another") as error:
         source.read(0)
     assert "\n" not in str(error.value)
-    assert all(lane.is_alive() for lane in source._shards._threads)
+    assert all(lane.is_alive() for lane in _shards(source)._threads)
 
 
 def test_a_shard_that_was_cut_or_altered_is_fetched_again_and_then_an_error(
@@ -419,7 +426,7 @@ def test_an_outage_while_shards_are_fetched_ahead_is_over_when_it_is_over(
     monkeypatch.setattr(remote_shards, "_PREFETCH_RETRY_S", 0.1)
     source = open_remote(_data(packed.as_uri(), node, cache_mib=40), "train")
     server = Vanishing(packed.as_uri(), retry_s=0.1)
-    source._shards.origin = server
+    _shards(source).origin = server
     with caplog.at_level(logging.WARNING, "raydistill"):
         source.follow(_order(source, "none"), 0, 0)
         wait_until(lambda: caplog.text.count("will retry: data.path") >= remote_shards._NUM_THREADS)
@@ -439,12 +446,12 @@ def test_a_shard_that_is_damaged_or_missing_is_fetched_ahead_once(
     (copy / "train-00005.arrow").unlink()
     with caplog.at_level(logging.WARNING, "raydistill"):
         source.follow(_order(source, "none"), 0, 0)
-        wait_until(lambda: "will retry" in caplog.text or source._shards._failed.keys() == {2, 5})
+        wait_until(lambda: "will retry" in caplog.text or _shards(source)._failed.keys() == {2, 5})
     assert "will retry" not in caplog.text
     for shard, problem in ((2, "bytes, and its index says"), (5, "cannot be read")):
         with pytest.raises(DataError, match=problem) as error:
             source.read(shard * ROWS)
-        assert error.value is source._shards._failed[shard]
+        assert error.value is _shards(source)._failed[shard]
 
 
 class Faltering(Origin):
