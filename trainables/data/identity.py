@@ -32,9 +32,15 @@ def _split_identity(source: Source) -> SplitIdentity:
     return SplitIdentity(
         num_images=len(source),
         labels=hashlib.sha256(np.ascontiguousarray(source.labels_N, dtype=np.int64).data).hexdigest(),
-        order=" ".join("" if each.checksums_sha256() else each.order_sha256() for each in source.sets),
+        order=" ".join("" if each.checksums_sha256() else _names_sha256(each) for each in source.sets),
         contents=" ".join(each.checksums_sha256() or _sampled_sha256(each) for each in source.sets),
     )
+
+
+def _names_sha256(source: Source) -> str:
+    """Hash the names of all samples in order. They may contain bytes that are not UTF-8."""
+    names = "".join(f"{source.name(index)}\0" for index in range(len(source)))
+    return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()
 
 
 def fingerprint(source: Source) -> str:

@@ -1,6 +1,5 @@
 """The interface of image sources. Shapes: N samples of the split, R samples per read, H=W pixels, C=3 channels."""
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -13,7 +12,6 @@ from trainables.data.order import Order, Split
 
 NO_LABELS = "for images without labels write data.labels: false (distill pack: --no-labels)"
 HOLD_OUT = "to hold out some of the training images write data.val_share: 0.1 (distill pack: --val-share 0.1)"
-_NAMES_AT_ONCE = 1 << 16
 
 
 class Source(ABC):
@@ -53,10 +51,6 @@ class Source(ABC):
         """Hash the checksums of all files from an index, without reading an image; None for a source without checksums."""
         return None
 
-    def order_sha256(self) -> str:
-        """Hash the names of all samples, in order."""
-        return sha256_of_names([self.name(index) for index in range(len(self))])
-
     def sizes_sha256(self) -> str | None:
         """Hash the sizes of all files and where the samples are in them; None for a source without files or with checksums.
 
@@ -73,12 +67,3 @@ class Source(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release local copies, caches and threads now. The source cannot be read afterward."""
-
-
-def sha256_of_names(names: Sequence[str]) -> str:
-    """Hash names in order, a million in a tenth of a second. They may contain bytes that are not UTF-8."""
-    digest = hashlib.sha256()
-    for begin in range(0, len(names), _NAMES_AT_ONCE):
-        joined = "\0".join(names[begin : begin + _NAMES_AT_ONCE])
-        digest.update(f"{joined}\0".encode(errors="surrogateescape"))
-    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """What `precision: auto` and `train.channels_last: auto` are on the devices of a job; the precision of float32 products."""
 
 import logging
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -17,39 +17,30 @@ enough, and adds launches that cast."""
 Config = TypeVar("Config", bound=TrainConfig | EvaluateConfig)
 
 
-class PrecisionChoice(NamedTuple):
-    """What `auto` is, and why."""
-
-    precision: Precision
-    reason: str
-
-
-def choose_precision(image_size: int, *, without_bf16: str | None) -> PrecisionChoice:
-    """bf16 for large images, where all devices have it; else fp32, whose convolutions a GPU computes in TF32.
+def choose_precision(image_size: int, *, without_bf16: str | None) -> tuple[Precision, str]:
+    """What `auto` is, and why: bf16 for large images, where all devices have it; else fp32, of which a GPU makes TF32.
 
     `without_bf16`: a device of the job without bf16, in words.
     """
     if without_bf16 is not None:
-        return PrecisionChoice("fp32", f"{without_bf16} has no bf16")
+        return "fp32", f"{without_bf16} has no bf16"
     if image_size < LEAST_IMAGE_SIZE:
-        return PrecisionChoice("fp32", f"launches bound the steps on images of {image_size} px, below {LEAST_IMAGE_SIZE}")
-    return PrecisionChoice("bf16", f"images of {image_size} px, on GPUs that have it")
+        return "fp32", f"launches bound the steps on images of {image_size} px, below {LEAST_IMAGE_SIZE}"
+    return "bf16", f"images of {image_size} px, on GPUs that have it"
 
 
 def with_precision(config: Config, group: Group) -> Config:
-    """The configuration with the precision and the memory format that `auto` is; the log says which. Every rank calls it, and
-    gets the same."""
-    return _with_memory_format(_with_precision(config, group), group)
+    """The configuration with the precision and the memory format that `auto` is; the log says which.
 
-
-def _with_memory_format(config: Config, group: Group) -> Config:
-    """Tensor cores compute convolutions of half precision in channels_last, and oneDNN those of a CPU: other formats are
-    converted in each of them. A CPU has no such kernels of float64."""
-    if not isinstance(config, TrainConfig) or config.train.channels_last != "auto":
-        return config
-    channels_last = config.precision in ("bf16", "fp16") or (config.precision == "fp32" and group.device.type == "cpu")
-    train = config.train.model_copy(update={"channels_last": channels_last})
-    return cast(Config, config.model_copy(update={"train": train}))
+    Every rank calls it, and gets the same. Tensor cores compute convolutions of half precision in channels_last, and oneDNN
+    those of a CPU: other formats are converted in each of them. A CPU has no such kernels of float64.
+    """
+    config = _with_precision(config, group)
+    if isinstance(config, TrainConfig) and config.train.channels_last == "auto":
+        channels_last = config.precision in ("bf16", "fp16") or (config.precision == "fp32" and group.device.type == "cpu")
+        train = config.train.model_copy(update={"channels_last": channels_last})
+        return cast(Config, config.model_copy(update={"train": train}))
+    return config
 
 
 def _with_precision(config: Config, group: Group) -> Config:
@@ -57,12 +48,12 @@ def _with_precision(config: Config, group: Group) -> Config:
     if "auto" not in (config.precision, *(each.precision for each in teachers if each is not None)):
         return config
     without_bf16 = next(filter(None, gather_objects(name_without_bf16(group.device), group)), None)
-    choice = choose_precision(config.data.image_size, without_bf16=without_bf16)
+    precision, reason = choose_precision(config.data.image_size, without_bf16=without_bf16)
     if group.is_main:
         stage = config.stage if isinstance(config, TrainConfig) else "evaluation"
-        log.info("%s: precision auto: %s: %s", stage, choice.precision, choice.reason)
-    own = {"precision": choice.precision}
-    update: dict[str, object] = own | {"precision_reason": choice.reason} if config.precision == "auto" else {}
+        log.info("%s: precision auto: %s: %s", stage, precision, reason)
+    own = {"precision": precision}
+    update: dict[str, object] = own | {"precision_reason": reason} if config.precision == "auto" else {}
     if isinstance(config, TrainConfig):
         teacher, finetuned, *several = (
             each.model_copy(update=own) if each is not None and each.precision == "auto" else each

@@ -13,7 +13,7 @@ from typing import Any
 from trainables.config import RunStore
 from trainables.errors import CheckpointError
 from trainables.locks import locked
-from trainables.object_store.store import ObjectStore
+from trainables.object_store.store import RETRY_S, ObjectStore
 from trainables.rundir import fsync_directory
 from trainables.user_folder import user_folder
 
@@ -26,7 +26,7 @@ def own_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def fetch(run_store: RunStore, name: str, retry_s: float | None = None) -> Path:
+def fetch(run_store: RunStore, name: str, retry_s: float = RETRY_S) -> Path:
     """Download an immutable object of the run to this node, unless it is there already. Returns its path.
 
     Raises:
@@ -34,7 +34,7 @@ def fetch(run_store: RunStore, name: str, retry_s: float | None = None) -> Path:
         StorageError: the store does not answer.
     """
     folder = Path(run_store.folder)
-    store, path = ObjectStore(run_store.uri, *([] if retry_s is None else [retry_s])), folder / name
+    store, path = ObjectStore(run_store.uri, retry_s), folder / name
     own_folder(folder)
     with locked(folder / ".copying"):  # one process of this node at a time
         is_current = path.exists() and "-" in path.stem  # without a random suffix it may be from an earlier run of this name

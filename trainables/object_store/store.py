@@ -1,5 +1,6 @@
 """Read and write the objects below an `s3://` URI. Objects appear atomically; a listing has all objects written before it."""
 
+import contextlib
 import ctypes
 import io
 from collections.abc import Callable
@@ -148,10 +149,8 @@ class ObjectStore:
 
         def attempt() -> None:
             system, root = self._open()
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 system.delete_file(f"{root}/{name}")
-            except FileNotFoundError:
-                return
 
         self._retried("removed", name, attempt)
 
@@ -160,10 +159,8 @@ class ObjectStore:
 
         def attempt() -> None:
             system, root = self._open()
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 system.delete_dir(f"{root}/{folder}".rstrip("/"))
-            except FileNotFoundError:
-                return
 
         self._retried("removed", folder, attempt)
 

@@ -3,20 +3,19 @@
 A shard depends only on the plan, so that any process may write it at any time. Shapes: n samples of the shard.
 """
 
-import hashlib
 import json
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa  # at the top, so that forked processes inherit it
 from numpy.typing import NDArray
 
 from trainables.data.decode import UnreadableImageError, decode_image
-from trainables.data.index import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File
+from trainables.data.index import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File, file_sha256
 from trainables.data.order import Split
 from trainables.data.pack.layout_reader import SplitListing
 from trainables.data.pack.modes import Mode
@@ -134,23 +133,9 @@ def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
 
 
 def write_batch(path: Path, batch: Any) -> File:
-    """Write one record batch as an Arrow file, and hash it on the way."""
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        sink = _Hashed(file)
-        with pa.ipc.new_file(sink, batch.schema) as writer:
+    """Write one record batch as an Arrow file."""
+    with replacing(path) as temporary:
+        with open(temporary, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
             writer.write_batch(batch)
-        size = file.tell()
-    return File(file=path.name, rows=len(batch), bytes=size, sha256=sink.hash.hexdigest())
-
-
-class _Hashed:
-    """A writable file that hashes what is written."""
-
-    closed = False
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.flush, self.hash = file, file.flush, hashlib.sha256()
-
-    def write(self, content: Any) -> int:
-        self.hash.update(content)
-        return self._file.write(content)
+        size, sha256 = temporary.stat().st_size, file_sha256(temporary)
+    return File(file=path.name, rows=len(batch), bytes=size, sha256=sha256)
