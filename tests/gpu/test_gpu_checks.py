@@ -22,7 +22,7 @@ from tests.gpu.contract import Check, Expected, Piece, Settings
 from tests.gpu.page import page
 from tests.gpu.results import Folder, Record
 from tests.waiting import wait_until
-from trainables.data.encoded_rows import Region
+from trainables.data.jpeg import Region
 from trainables.device import decode
 from trainables.distributed.rank_pool import RankPool
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample, StoredImage, with_shorter_side
-from trainables.data.encoded_rows import Region
-from trainables.data.jpeg import Box, Decoded, read_header
+from trainables.data.jpeg import Box, Decoded, Region, read_header
 from trainables.data.order import GOLDEN, Split, mix64
 from trainables.data.turbojpeg import open_decoder
 

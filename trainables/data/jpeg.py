@@ -1,4 +1,4 @@
-"""The header of a JPEG file, and a decoded part of an image. Shapes: H W pixels of the part that was decoded."""
+"""The header of a JPEG file, and parts of images. Shapes: H W pixels of the part that was decoded."""
 
 import struct
 from collections.abc import Container
@@ -30,6 +30,16 @@ class JpegHeader(NamedTuple):
     ycbcr: bool  # it is gray, or holds YCbCr, as nearly all do; some hold RGB, which not every decoder looks for
     progressive: bool
     at: int  # where the frame header begins
+
+
+class Region(NamedTuple):
+    """A row of a batch that is left to the device: the `box` of a JPEG to decode, resize and, with `flip`, mirror."""
+
+    row: int
+    data: bytes | memoryview
+    header: JpegHeader
+    box: Box
+    flip: bool
 
 
 class Decoded(NamedTuple):

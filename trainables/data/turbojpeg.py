@@ -34,7 +34,7 @@ _MARGIN = 2
 _log = logging.getLogger("raydistill")
 
 
-class Region(Structure):
+class _Region(Structure):
     """tjregion."""
 
     _fields_ = (("x", c_int), ("y", c_int), ("w", c_int), ("h", c_int))
@@ -82,7 +82,7 @@ class TurboJpeg:
         rgb_HWC = np.empty((height, width, 3), dtype=np.uint8)
         if (
             library.tj3SetScalingFactor(handle, _SCALES[shrink])
-            or library.tj3SetCroppingRegion(handle, Region(left, top, width, height))
+            or library.tj3SetCroppingRegion(handle, _Region(left, top, width, height))
             or self._decompress(handle, encoded, len(data), addressof(c_char.from_buffer(rgb_HWC.data)), 0, _RGB)
         ):
             return None
@@ -119,7 +119,7 @@ def _open_library() -> tuple[PyDLL, Callable[[int, int | bytes, int, int, int, i
             (library.tj3DecompressHeader, c_int, (c_void_p, c_void_p, c_size_t)),
             (library.tj3Get, c_int, (c_void_p, c_int)),
             (library.tj3SetScalingFactor, c_int, (c_void_p, _Scale)),
-            (library.tj3SetCroppingRegion, c_int, (c_void_p, Region)),
+            (library.tj3SetCroppingRegion, c_int, (c_void_p, _Region)),
             (decompress, c_int, (c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_int)),
         )
     except (OSError, AttributeError) as error:

@@ -17,8 +17,7 @@ from torch import Tensor
 from trainables.config import DataConfig
 from trainables.data.augment import render_crop
 from trainables.data.decode import StoredImage, UnreadableImageError
-from trainables.data.encoded_rows import Region
-from trainables.data.jpeg import read_header
+from trainables.data.jpeg import Region, read_header
 from trainables.data.turbojpeg import open_decoder
 from trainables.errors import DataError, first_line
 from trainables.failures import kind_of

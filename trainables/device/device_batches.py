@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainables.data.encoded_rows import EncodedRows
-from trainables.data.loader.loader import Batch
+from trainables.data.loader.loader import Batch, EncodedRows
 from trainables.data.order import REPEAT
 from trainables.device.bind import bind_thread
 from trainables.device.decode import decode_regions, region_decoder
@@ -118,15 +117,14 @@ class _Copy(NamedTuple):
     host: Batch  # whose memory the loader may write to again once nothing refers to it
     began: torch.cuda.Event
     copied: torch.cuda.Event
-    encoded_rows: EncodedRows | None
     decoded: Future[dict[int, str]] | None
     """Done when `copied` is recorded; the rows that cannot be decoded."""
 
     def result(self) -> DeviceBatch:
         """The batch without the images that cannot be decoded. Waits for the decoder's thread, but not for the copy."""
-        if self.encoded_rows is None or self.decoded is None:
+        if self.host.encoded_rows is None or self.decoded is None:
             return self.batch
-        return _without(self.decoded.result(), self.batch, self.encoded_rows)
+        return _without(self.decoded.result(), self.batch, self.host.encoded_rows)
 
 
 @functools.cache
@@ -184,7 +182,7 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
         decoded = decoder.submit(_decode, encoded_rows, images_BCHW, stream, copied)
     host_indices_B = batch.indices_B  # computed, so that it does not keep the memory of the whole batch
     ready = DeviceBatch(images_BCHW, labels_B, views_B, host_indices_B, epoch, batch.position, batch.num_samples, copied)
-    return _Copy(ready, batch, began, copied, encoded_rows, decoded)
+    return _Copy(ready, batch, began, copied, decoded)
 
 
 def _decode(

@@ -10,8 +10,7 @@ from nvidia import nvimgcodec
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainables.data.encoded_rows import Region
-from trainables.data.jpeg import Box
+from trainables.data.jpeg import Box, Region
 
 _AS_PIL = ":fancy_upsampling=1 :fast_idct=0 :enable_roi_fancy_upsampling=1"
 _MARGIN = 4

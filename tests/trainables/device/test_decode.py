@@ -16,8 +16,7 @@ from tests.trainables.data.test_decoders import JPEGS, _boxes, _damaged
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS, Augment, render_crop, uniforms
 from trainables.data.decode import StoredImage, UnreadableImageError
-from trainables.data.encoded_rows import Region
-from trainables.data.jpeg import Box, read_header
+from trainables.data.jpeg import Box, Region, read_header
 from trainables.data.loader.loader import Loader
 from trainables.data.source import open_source
 from trainables.data.turbojpeg import TurboJpeg, open_decoder

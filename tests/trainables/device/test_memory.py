@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainables.jobs import Recorded, config, no_telemetry
-from trainables.data.encoded_rows import Region
+from trainables.data.jpeg import Region
 from trainables.device import decode
 from trainables.device.decode import region_decoder
 from trainables.device.memory import release_device

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from trainables.config import DataConfig
 from trainables.data.augment import Augment, uniforms
 from trainables.data.decode import Sample, UnreadableImageError
-from trainables.data.encoded_rows import Region
 from trainables.data.interface import Source
+from trainables.data.jpeg import Region
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.core_wait import CoreWait
 from trainables.data.loader.costs import ThreadTimes

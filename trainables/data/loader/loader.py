@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trainables.config import DataConfig
 from trainables.data.augment import Augment
-from trainables.data.encoded_rows import EncodedRows
 from trainables.data.interface import Source
+from trainables.data.jpeg import Region
 from trainables.data.loader.batch_memory import BatchMemory
 from trainables.data.loader.batch_reader import BatchReader, ReadResult, Reads, Request
 from trainables.data.loader.costs import Costs
@@ -28,6 +28,19 @@ from trainables.rules import enough_images, resize_covers_crop
 
 _NAMED_IN_ERROR = 3
 _CPU = torch.device("cpu")
+
+
+class EncodedRows(NamedTuple):
+    """The encoded rows of one batch, in order."""
+
+    regions: list[Region]
+    threads: int
+    """The number of CPU threads that the device's decoder may use."""
+    skip: Callable[[Mapping[int, str]], None]
+    """Counts unreadable rows, row → reason; the decoder leaves them out of the batch.
+
+    Raises DataError if there are too many, as the loader does. Call it only in the thread that iterates over the loader.
+    """
 
 
 class Batch(NamedTuple):
