@@ -3,7 +3,7 @@
 Shapes: M training samples.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ from trainables.models.registry import build_model, check_forward
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.notices import notice
 from trainables.rules import METHOD_RULES, first_problem_of_methods, labels_are_used
-from trainables.teachers.cache.cached_teacher import CachedTeacher, cached_teacher
+from trainables.teachers.cache.cached_teacher import CachedTeacher, CachedTeachers
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork, by_key, load_networks, naming, teacher_readers
 from trainables.teachers.rows import MethodReads
@@ -58,18 +58,18 @@ def build_modules(
     if not has_teacher:
         return module, None
     if rows_from == "teacher.cache":
-        return module, cached_teacher([*_cached(config, group, classes, loader, methods, readers)], config.shares)
+        return module, _cached(config, group, classes, loader, methods, readers)
     if rows_from == "teacher.service":
         return module, ServiceTeacher(config, group, classes, loader, connections, method_reads(methods, readers))
     autocasts = [teacher_autocast(each, config, group.device) for each in config.all_teachers]
     return module, TeacherNetwork(networks, readers, config.shares, autocasts)
 
 
-def build_cached_teachers(config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader) -> list[CachedTeacher]:
+def build_cached_teachers(config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader) -> CachedTeachers:
     """The teachers of `build_modules` where they are cached, without a student. Raises DistillError: see there."""
     methods = methods_with_teacher(config)
     readers = teacher_readers(config, load_networks(config, classes), methods) if reads_features(methods) else []
-    return [*_cached(config, group, classes, loader, methods, readers)]
+    return _cached(config, group, classes, loader, methods, readers)
 
 
 def _cached(
@@ -79,10 +79,13 @@ def _cached(
     loader: Loader,
     methods: Sequence[SelectedMethod],
     readers: Sequence[TapReader],
-) -> Iterator[CachedTeacher]:
+) -> CachedTeachers:
+    teachers = []
     for number, (key, _) in enumerate(by_key(config.all_teachers)):
         with naming(key):
-            yield CachedTeacher(config.of_teacher(number), group, classes, loader, method_reads(methods, readers, number))
+            reads = method_reads(methods, readers, number)
+            teachers.append(CachedTeacher(config.of_teacher(number), group, classes, loader, reads))
+    return CachedTeachers(teachers, config.shares)
 
 
 def reads_features(methods: Sequence[SelectedMethod]) -> bool:

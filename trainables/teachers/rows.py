@@ -6,9 +6,8 @@ Shapes: B samples, K classes, k stored logits of each (K where all are), D featu
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -47,37 +46,127 @@ class MethodReads(NamedTuple):
     taps: NamedShapes = ()
 
 
-class RowFormat(ABC):
-    """The columns of a row, and how outputs become columns and columns outputs."""
+@dataclass(frozen=True)
+class RowFormat:
+    """The columns of a row, and how outputs become columns and columns outputs.
 
+    Logits z are in half precision: `top`, the largest, in single precision; `logits`, all minus `top`, in half. A softmax does
+    not change with what is added to all logits, and where probability is, z - max z is small and half precision exact.
+
+    With `top_k` the k largest are stored, and `rest`: the others get the one logit that has their sum,
+    logsumexp(rest) - log(K - k). At T = 1 they so keep their probability together, which is spread evenly among them.
+    `tests/trainables/teachers/test_rows.py` derives and checks by how much kd's loss may then be off.
+
+    Features are in `float16`, or in `fp8` (e4m3), each image's divided by the largest of their magnitudes, which is stored too.
+    """
+
+    num_classes: int | None = None
+    """K of the logits; None: there are none."""
+    top_k: int | None = None
+    exact_logits: str | None = None
+    """A dtype in which all logits are as they are computed."""
     taps: NamedShapes = ()
     """Those of the features, in the order in which `encode` takes and `decode` returns them."""
     feature_dtype: str = "float16"
-    """How the features are stored."""
     mixed: bool = False
     """Whether the images are mixed, and rows have a `PARTNER`."""
 
     @property
     def has_logits(self) -> bool:
-        return True
+        return self.num_classes is not None
 
     @property
-    @abstractmethod
     def key(self) -> dict[str, Any]:
         """What of it decides a row's numbers, as a part of the cache's key."""
+        key: dict[str, Any] = {}
+        if self.has_logits:
+            key["top_k"] = self.top_k
+        if self.taps:
+            key["taps"] = [tap for tap, _ in self.taps]
+        if self.feature_dtype != "float16":
+            key["feature_dtype"] = self.feature_dtype
+        return key
 
     @property
-    @abstractmethod
-    def columns(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name → dtype and shape."""
+        columns: dict[str, tuple[str, tuple[int, ...]]] = {}
+        if self.num_classes is not None and self.exact_logits is not None:
+            columns["logits"] = self.exact_logits, (self.num_classes,)
+        elif self.num_classes is not None:
+            num_stored = self.top_k or self.num_classes
+            columns |= {"top": ("float32", ()), "logits": ("float16", (num_stored,))}
+            if self.top_k is not None:
+                classes = "int16" if self.num_classes <= _INT16_CLASSES else "int32"
+                columns |= {"classes": (classes, (num_stored,)), "rest": ("float16", ())}
+        for tap, shape in self.taps:
+            columns[f"feature {tap}"] = ("uint8" if self.feature_dtype == "fp8" else "float16", shape)
+            if self.feature_dtype == "fp8":
+                columns[f"feature {tap}{_SCALE}"] = ("float32", ())
+        return columns
 
-    @abstractmethod
     def encode(self, outputs: ModelOutputs) -> Columns:
         """The columns of these outputs, on their device; nothing waits for it."""
+        columns = self._encode_logits(outputs.logits_BK.detach()) if self.has_logits else {}
+        for (tap, _), values in zip(self.taps, outputs.features, strict=True):
+            name, values_BN = f"feature {tap}", values.detach().flatten(1)
+            if self.feature_dtype == "fp8":
+                scale_B = columns[name + _SCALE] = values_BN.abs().amax(1).float()
+                values_BN = values_BN / scale_B.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * _FP8_MAX
+            stored_BN = values_BN.to(_FP8).view(torch.uint8) if self.feature_dtype == "fp8" else values_BN.half()
+            columns[name] = stored_BN.view(values.shape)
+        return columns
 
-    @abstractmethod
+    def _encode_logits(self, logits_BK: Tensor) -> Columns:
+        if self.exact_logits is not None:
+            return {"logits": logits_BK}
+        logits_BK = logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
+        if self.top_k is None:
+            top_B = logits_BK.amax(1)
+            return {"top": top_B.float(), "logits": _half(logits_BK - top_B[:, None])}
+        logits_Bk, classes_Bk = logits_BK.topk(self.top_k, dim=1)
+        others_BK = logits_BK.scatter(1, classes_Bk, -math.inf)
+        rest_B = others_BK.logsumexp(1) - math.log(logits_BK.shape[1] - self.top_k)
+        top_B = logits_Bk[:, 0]
+        return {
+            "top": top_B.float(),
+            "logits": _half(logits_Bk - top_B[:, None]),
+            "classes": classes_Bk.to(getattr(torch, self.columns["classes"][0])),
+            "rest": _half(rest_B - top_B),
+        }
+
     def decode(self, columns: Columns, dtype: torch.dtype = torch.float32) -> ModelOutputs:
         """The outputs that columns stand for, in `dtype` and on their device."""
+        features = []
+        for tap, _ in self.taps:
+            stored = columns[f"feature {tap}"]
+            if self.feature_dtype == "fp8":
+                scale_B = columns[f"feature {tap}{_SCALE}"].to(dtype) / _FP8_MAX
+                features.append(stored.view(_FP8).to(dtype) * scale_B.view(-1, *[1] * (stored.ndim - 1)))
+            else:
+                features.append(stored.to(dtype))
+        return ModelOutputs(self._decode_logits(columns, dtype), tuple(features))
+
+    def _decode_logits(self, columns: Columns, dtype: torch.dtype) -> Tensor | None:
+        if self.num_classes is None:
+            return None
+        if self.exact_logits is not None:
+            return columns["logits"].to(dtype)
+        top_B1, logits_Bk = columns["top"].to(dtype)[:, None], columns["logits"].to(dtype)
+        if self.top_k is None:
+            return logits_Bk + top_B1
+        rest_BK = columns["rest"].to(dtype)[:, None].expand(-1, self.num_classes)
+        return rest_BK.scatter(1, columns["classes"].long(), logits_Bk) + top_B1
+
+    def describe_error(self, outputs: ModelOutputs) -> str:
+        """How far the features of a batch are from what is stored of them; it waits for the device."""
+        stored = self.decode(self.encode(outputs), torch.float64).features
+        texts = []
+        for (tap, _), values, read in zip(self.taps, outputs.features, stored, strict=True):
+            x, y = values.double().flatten(), read.flatten()
+            error_pct, cosine = 100 * (x - y).norm() / x.norm(), torch.cosine_similarity(x, y, dim=0)
+            texts.append(f"{tap} by {error_pct:.2g}% (cosine {cosine:.5f})")
+        return f"{self.feature_dtype} changes {', '.join(texts)}, as the norm of the differences over that of the features"
 
     def __str__(self) -> str:
         names = {
@@ -113,16 +202,12 @@ class RowFormat(ABC):
         return rows
 
     def to_device(self, rows_B: Rows, device: torch.device) -> Columns:
-        """The columns of rows on a device, without waiting for it: all of them are copied at once."""
-        bytes_BN = torch.from_numpy(rows_B.view(np.uint8).reshape(len(rows_B), self.row.itemsize))
-        if device.type == "cuda":
-            bytes_BN = bytes_BN.pin_memory().to(device, non_blocking=True)
-        columns, start = {}, self.row["sample"].itemsize * (2 if self.mixed else 1)
+        """The columns of rows on a device, without waiting for it."""
+        columns = {}
         for name, (dtype, shape) in self.columns.items():
-            end = start + self.row[name].itemsize
-            column = bytes_BN[:, start:end].clone(memory_format=torch.contiguous_format)
-            columns[name] = column.view(getattr(torch, dtype)).view(len(rows_B), *shape)
-            start = end
+            column = torch.empty((len(rows_B), *shape), dtype=getattr(torch, dtype), pin_memory=device.type == "cuda")
+            column.numpy()[...] = rows_B[name]
+            columns[name] = column.to(device, non_blocking=True)
         return columns
 
 
@@ -176,155 +261,14 @@ class RowTeacher(TeacherInterface):
         return self._outputs_of_rows(np.zeros(num_rows, self.row_format.row))
 
 
-@dataclass(frozen=True)
-class ExactLogits(RowFormat):
-    """All logits as they are computed, in `float32` or `float64`."""
-
-    num_classes: int
-    dtype: str
-
-    @property
-    def key(self) -> dict[str, Any]:
-        return {"top_k": None}
-
-    @property
-    def columns(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        return {"logits": (self.dtype, (self.num_classes,))}
-
-    def encode(self, outputs: ModelOutputs) -> Columns:
-        return {"logits": outputs.logits_BK.detach()}
-
-    def decode(self, columns: Columns, dtype: torch.dtype = torch.float32) -> ModelOutputs:
-        return ModelOutputs(columns["logits"].to(dtype))
-
-
-@dataclass(frozen=True)
-class HalfLogits(RowFormat):
-    """The logits z in half precision: `top`, the largest, in single precision; `logits`, all minus `top`, in half.
-
-    A softmax does not change with what is added to all logits, and where probability is, z - max z is small and half precision
-    exact.
-
-    With `top_k` the k largest are stored, and `rest`: the others get the one logit that has their sum,
-    logsumexp(rest) - log(K - k). At T = 1 they so keep their probability together, which is spread evenly among them.
-
-    `tests/trainables/teachers/test_rows.py` derives and checks by how much kd's loss may then be off.
-    """
-
-    num_classes: int
-    top_k: int | None = None
-    mixed: bool = False
-
-    @property
-    def key(self) -> dict[str, Any]:
-        return {"top_k": self.top_k}
-
-    @property
-    def columns(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        num_stored = self.num_classes if self.top_k is None else self.top_k
-        dense: dict[str, tuple[str, tuple[int, ...]]] = {"top": ("float32", ()), "logits": ("float16", (num_stored,))}
-        if self.top_k is None:
-            return dense
-        classes = "int16" if self.num_classes <= _INT16_CLASSES else "int32"
-        return {**dense, "classes": (classes, (num_stored,)), "rest": ("float16", ())}
-
-    def encode(self, outputs: ModelOutputs) -> Columns:
-        logits_BK = outputs.logits_BK.detach()
-        logits_BK = logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32))
-        if self.top_k is None:
-            top_B = logits_BK.amax(1)
-            return {"top": top_B.float(), "logits": _half(logits_BK - top_B[:, None])}
-        logits_Bk, classes_Bk = logits_BK.topk(self.top_k, dim=1)
-        others_BK = logits_BK.scatter(1, classes_Bk, -math.inf)
-        rest_B = others_BK.logsumexp(1) - math.log(self.num_classes - self.top_k)
-        top_B = logits_Bk[:, 0]
-        return {
-            "top": top_B.float(),
-            "logits": _half(logits_Bk - top_B[:, None]),
-            "classes": classes_Bk.to(getattr(torch, self.columns["classes"][0])),
-            "rest": _half(rest_B - top_B),
-        }
-
-    def decode(self, columns: Columns, dtype: torch.dtype = torch.float32) -> ModelOutputs:
-        top_B1, logits_Bk = columns["top"].to(dtype)[:, None], columns["logits"].to(dtype)
-        if self.top_k is None:
-            return ModelOutputs(logits_Bk + top_B1)
-        rest_BK = columns["rest"].to(dtype)[:, None].expand(-1, self.num_classes)
-        return ModelOutputs(rest_BK.scatter(1, columns["classes"].long(), logits_Bk) + top_B1)
-
-
 def _half(values: Tensor) -> Tensor:
     return values.clamp(min=-_HALF_MAX).half()
 
 
-@dataclass(frozen=True)
-class StoredFeatures(RowFormat):
-    """Features in `float16`, or in `fp8` (e4m3), each image's divided by the largest of their magnitudes, which is stored too.
-
-    `logits`, where these are read too, stand next to them in a format of their own.
-    """
-
-    logits: RowFormat | None
-    taps: NamedShapes
-    feature_dtype: str = "float16"
-    mixed: bool = False
-
-    @property
-    def has_logits(self) -> bool:
-        return self.logits is not None
-
-    @property
-    def key(self) -> dict[str, Any]:
-        dtype = {} if self.feature_dtype == "float16" else {"feature_dtype": self.feature_dtype}
-        return {**(self.logits.key if self.logits is not None else {}), "taps": [tap for tap, _ in self.taps], **dtype}
-
-    @property
-    def columns(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        columns = dict(self.logits.columns) if self.logits is not None else {}
-        for tap, shape in self.taps:
-            columns[f"feature {tap}"] = ("uint8" if self.feature_dtype == "fp8" else "float16", shape)
-            if self.feature_dtype == "fp8":
-                columns[f"feature {tap}{_SCALE}"] = ("float32", ())
-        return columns
-
-    def encode(self, outputs: ModelOutputs) -> Columns:
-        columns = self.logits.encode(outputs) if self.logits is not None else {}
-        for (tap, _), values in zip(self.taps, outputs.features, strict=True):
-            name, values_BN = f"feature {tap}", values.detach().flatten(1)
-            if self.feature_dtype == "fp8":
-                scale_B = columns[name + _SCALE] = values_BN.abs().amax(1).float()
-                values_BN = values_BN / scale_B.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * _FP8_MAX
-            stored_BN = values_BN.to(_FP8).view(torch.uint8) if self.feature_dtype == "fp8" else values_BN.half()
-            columns[name] = stored_BN.view(values.shape)
-        return columns
-
-    def decode(self, columns: Columns, dtype: torch.dtype = torch.float32) -> ModelOutputs:
-        logits = self.logits.decode(columns, dtype).logits if self.logits is not None else None
-        features = []
-        for tap, _ in self.taps:
-            stored = columns[f"feature {tap}"]
-            if self.feature_dtype == "fp8":
-                scale_B = columns[f"feature {tap}{_SCALE}"].to(dtype) / _FP8_MAX
-                features.append(stored.view(_FP8).to(dtype) * scale_B.view(-1, *[1] * (stored.ndim - 1)))
-            else:
-                features.append(stored.to(dtype))
-        return ModelOutputs(logits, tuple(features))
-
-    def describe_error(self, outputs: ModelOutputs) -> str:
-        """How far the features of a batch are from what is stored of them; it waits for the device."""
-        stored = self.decode(self.encode(outputs), torch.float64).features
-        texts = []
-        for (tap, _), values, read in zip(self.taps, outputs.features, stored, strict=True):
-            x, y = values.double().flatten(), read.flatten()
-            error_pct, cosine = 100 * (x - y).norm() / x.norm(), torch.cosine_similarity(x, y, dim=0)
-            texts.append(f"{tap} by {error_pct:.2g}% (cosine {cosine:.5f})")
-        return f"{self.feature_dtype} changes {', '.join(texts)}, as the norm of the differences over that of the features"
-
-
-def format_of(reads: Mapping[str, MethodReads], logits: RowFormat, dtype: str = "float16") -> RowFormat:
-    """The rows of what these methods read together: features in `dtype`, and `logits` as they are stored or sent where one reads
-    them."""
+def format_of(reads: Mapping[str, MethodReads], stored: RowFormat) -> RowFormat:
+    """The rows of what these methods read together, as they are `stored` or sent."""
     taps = tuple(sorted({tap for each in reads.values() for tap in each.taps}))
     if not taps:
-        return logits
-    return StoredFeatures(logits if any(each.logits for each in reads.values()) else None, taps, dtype, logits.mixed)
+        return replace(stored, feature_dtype="float16")
+    reads_logits = any(each.logits for each in reads.values())
+    return replace(stored, taps=taps, num_classes=stored.num_classes if reads_logits else None)

@@ -16,7 +16,7 @@ from trainables.engine.train import build
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import build_model
 from trainables.teachers.network import TeacherNetwork, load_networks, row_network
-from trainables.teachers.rows import HalfLogits
+from trainables.teachers.rows import RowFormat
 
 CLASSES = 7
 
@@ -70,7 +70,7 @@ def test_a_teacher_of_its_own_precision_answers_as_under_autocast_of_that_one_in
     with torch.autocast("cpu", torch.bfloat16, enabled=own == "bf16"):
         expected = plain(pixels).float()
     with contextlib.closing(build(settings, Group(), lambda *_: None, lambda whole=False: {})) as job:
-        rows = row_network(job.config, torch.device("cpu"), classes, HalfLogits(10, None))
+        rows = row_network(job.config, torch.device("cpu"), classes, RowFormat(10, None))
         with job.train_state.autocast():
             for network in (job.train_state.teacher, rows):
                 assert isinstance(network, TeacherNetwork)

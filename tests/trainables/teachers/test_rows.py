@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainables.methods.contract import ModelOutputs
-from trainables.teachers.rows import ExactLogits, HalfLogits, StoredFeatures
+from trainables.teachers.rows import RowFormat
 
 ROUNDING = 2.0**-11
 """The relative error of a number in half precision."""
@@ -37,7 +37,7 @@ def loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     return temperature**2 * (p_BK.softmax(1) * (p_BK.log_softmax(1) - q_BK.log_softmax(1))).sum(1)
 
 
-def round_trip(stored: HalfLogits, teacher_BK: Tensor) -> Tensor:
+def round_trip(stored: RowFormat, teacher_BK: Tensor) -> Tensor:
     return stored.decode(stored.encode(ModelOutputs(teacher_BK)), torch.float64).logits_BK
 
 
@@ -49,7 +49,7 @@ def rounding_bound(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -
     return temperature * ROUNDING * (p_BK * below_BK * (gap_BK - (p_BK * gap_BK).sum(1, keepdim=True)).abs()).sum(1)
 
 
-def tail_bound(stored: HalfLogits, student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
+def tail_bound(stored: RowFormat, student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     """The module docstring's second item, (B,)."""
     classes, num_stored = stored.num_classes, stored.top_k or stored.num_classes
     largest_Bk, classes_Bk = teacher_BK.topk(num_stored, dim=1)
@@ -71,7 +71,7 @@ def tail_bound(stored: HalfLogits, student_BK: Tensor, teacher_BK: Tensor, tempe
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 def test_all_logits_give_the_loss_within_a_rounding(classes: int, scale: float, temperature: float) -> None:
     student, teacher = logits(1, 64, classes, scale), logits(2, 64, classes, scale)
-    off = (loss(student, round_trip(HalfLogits(classes), teacher), temperature) - loss(student, teacher, temperature)).abs()
+    off = (loss(student, round_trip(RowFormat(classes), teacher), temperature) - loss(student, teacher, temperature)).abs()
     assert (off <= 1.05 * rounding_bound(student, teacher, temperature) + 1e-6).all()
 
 
@@ -80,7 +80,7 @@ def test_all_logits_give_the_loss_within_a_rounding(classes: int, scale: float, 
 @pytest.mark.parametrize(("classes", "top_k"), [(3, 1), (10, 9), (10, 4), (1000, 20), (1000, 1)])
 def test_the_largest_logits_give_the_loss_within_the_bound(classes: int, top_k: int, scale: float, temperature: float) -> None:
     student, teacher = logits(1, 64, classes, scale), logits(2, 64, classes, scale)
-    stored = HalfLogits(classes, top_k)
+    stored = RowFormat(classes, top_k)
     off = (loss(student, round_trip(stored, teacher), temperature) - loss(student, teacher, temperature)).abs()
     allowed = tail_bound(stored, student, teacher, temperature) + rounding_bound(
         student, round_trip(stored, teacher), temperature
@@ -91,12 +91,12 @@ def test_the_largest_logits_give_the_loss_within_the_bound(classes: int, top_k: 
 def test_the_bound_of_a_sure_teacher_is_small() -> None:
     student, teacher = logits(1, 64, 1000, 2.0), logits(2, 64, 1000, 1.0)
     teacher[torch.arange(64), torch.arange(64)] += 20
-    assert (tail_bound(HalfLogits(1000, 10), student, teacher, 1.0) < 1e-3).all()
+    assert (tail_bound(RowFormat(1000, 10), student, teacher, 1.0) < 1e-3).all()
 
 
 def test_the_rest_has_its_probability_spread_evenly() -> None:
     teacher = logits(3, 8, 50, 2.0)
-    stored = HalfLogits(50, 5)
+    stored = RowFormat(50, 5)
     p, q = (x.softmax(1) for x in (teacher, round_trip(stored, teacher)))
     top_classes = teacher.topk(5, dim=1).indices
     assert torch.allclose(p.gather(1, top_classes), q.gather(1, top_classes), rtol=2e-3)
@@ -107,23 +107,23 @@ def test_the_rest_has_its_probability_spread_evenly() -> None:
 
 def test_the_largest_logit_is_stored_in_single_precision_and_huge_ones_stay_finite() -> None:
     teacher = torch.tensor([[123456.7, -1e6, 123450.0], [-math.inf, 2.0, 1.0]], dtype=torch.float64)
-    for stored in (HalfLogits(3), HalfLogits(3, 2)):
+    for stored in (RowFormat(3), RowFormat(3, 2)):
         found = round_trip(stored, teacher)
         assert found.isfinite().all()
         assert found.amax(1).tolist() == pytest.approx([123456.7, 2.0], rel=1e-7)
 
 
 def test_a_batch_without_samples_has_columns_without_rows() -> None:
-    for stored in (HalfLogits(5), HalfLogits(5, 2)):
+    for stored in (RowFormat(5), RowFormat(5, 2)):
         assert round_trip(stored, torch.zeros(0, 5)).shape == (0, 5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("rows", [7, 1, 0])
 @pytest.mark.parametrize(
-    "row_format", [HalfLogits(101), HalfLogits(1000, 21), HalfLogits(40_000, 21), ExactLogits(7, "float64")], ids=str
+    "row_format", [RowFormat(101), RowFormat(1000, 21), RowFormat(40_000, 21), RowFormat(7, exact_logits="float64")], ids=str
 )
-def test_rows_hold_the_declared_columns_to_the_bit(row_format: HalfLogits | ExactLogits, rows: int, device: str) -> None:
+def test_rows_hold_the_declared_columns_to_the_bit(row_format: RowFormat, rows: int, device: str) -> None:
     columns = row_format.encode(ModelOutputs(logits(1, rows, row_format.num_classes, 1.0).to(device)))
     found = {name: (str(each.cpu().numpy().dtype), each.shape[1:]) for name, each in columns.items()}
     assert found == row_format.columns
@@ -134,7 +134,7 @@ def test_rows_hold_the_declared_columns_to_the_bit(row_format: HalfLogits | Exac
 
 
 def test_features_in_fp8_are_the_nearest_numbers_of_that_format_times_their_largest_magnitude() -> None:
-    stored = StoredFeatures(None, (("embedding", (50,)), ("map", (6, 2, 3))), "fp8")
+    stored = RowFormat(taps=(("embedding", (50,)), ("map", (6, 2, 3))), feature_dtype="fp8")
     generator = torch.Generator().manual_seed(4)
     magnitudes_B = torch.logspace(-3, 6, 5)
     embedding_BD = torch.randn(5, 50, generator=generator) * magnitudes_B.view(-1, 1)

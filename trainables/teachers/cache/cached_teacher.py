@@ -30,7 +30,7 @@ from trainables.teachers.cache.store import CacheWriter, EpochRows, RowStore
 from trainables.teachers.ensemble import combine
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
 from trainables.teachers.network import ROWS, TeacherNetwork, row_network
-from trainables.teachers.rows import HalfLogits, MethodReads, RowFormat, RowTeacher, StoredFeatures, format_of
+from trainables.teachers.rows import MethodReads, RowFormat, RowTeacher, format_of
 
 log = logging.getLogger("raydistill")
 
@@ -88,9 +88,8 @@ class CachedTeacher(RowTeacher):
         outputs = self._network[0](images_BCHW, num_rows)
         self._num_computed += num_rows
         columns = self.row_format.encode(outputs[ROWS])
-        row_format, measures = self.row_format, self._measures_error and num_rows
-        if measures and isinstance(row_format, StoredFeatures) and row_format.feature_dtype != "float16":
-            log.info("teacher.cache: %s, of %d images", row_format.describe_error(outputs[ROWS]), num_rows)
+        if self._measures_error and num_rows and self.row_format.feature_dtype != "float16":
+            log.info("teacher.cache: %s, of %d images", self.row_format.describe_error(outputs[ROWS]), num_rows)
         self._measures_error = self._measures_error and not num_rows
         if self.writer is not None:
             rows = self.row_format.to_host(indices_B.copy(), columns, partners_B)
@@ -122,11 +121,15 @@ class CachedTeacher(RowTeacher):
 
 
 class CachedTeachers(TeacherInterface):
-    """Several cached teachers, of which each has its rows in a folder of its own."""
+    """A job's cached teachers, of which each has its rows in a folder of its own."""
 
     def __init__(self, teachers: Sequence[CachedTeacher], shares: Sequence[float]) -> None:
         """`shares`: the part of 1 of each."""
         self.teachers, self._shares = teachers, shares
+
+    @property
+    def stores(self) -> list[RowStore]:
+        return [teacher.store for teacher in self.teachers]
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         return combine([teacher(images_BCHW, num_rows, request) for teacher in self.teachers], self._shares)
@@ -145,11 +148,6 @@ class CachedTeachers(TeacherInterface):
             teacher.close()
 
 
-def cached_teacher(teachers: Sequence[CachedTeacher], shares: Sequence[float]) -> CachedTeacher | CachedTeachers:
-    """The teacher of a step."""
-    return teachers[0] if len(teachers) == 1 else CachedTeachers(teachers, shares)
-
-
 def without_augmentation(config: TrainConfig) -> TrainConfig:
     """The job as validation images are prepared."""
     plain = {"augment": "none", "device_augment": DeviceAugmentConfig(), "fidelity": "exact"}
@@ -161,7 +159,8 @@ def cached_format(config: TrainConfig, num_classes: int, reads: Mapping[str, Met
     assert config.teacher is not None
     top_k, dtype = config.teacher.cache_top_k, config.teacher.cache_feature_dtype
     top_k = top_k if top_k is not None and top_k < num_classes else None
-    row_format = format_of(reads, HalfLogits(num_classes, top_k, config.data.device_augment.mixes), dtype or "float16")
+    mixed = config.data.device_augment.mixes
+    row_format = format_of(reads, RowFormat(num_classes, top_k, feature_dtype=dtype or "float16", mixed=mixed))
     if dtype is not None and not row_format.taps:
         notice(f"teacher.cache_feature_dtype: {dtype} changes nothing, as no method here reads features")
     return row_format

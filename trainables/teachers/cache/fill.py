@@ -4,7 +4,6 @@ Shapes: B samples of this rank's part of a global batch.
 """
 
 import contextlib
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError
 from trainables.metrics.heartbeat import Heartbeat
 from trainables.metrics.report import Report
-from trainables.teachers.cache.cached_teacher import CachedTeacher, cached_epochs, cached_teacher, without_augmentation
+from trainables.teachers.cache.cached_teacher import CachedTeachers, cached_epochs, without_augmentation
 from trainables.teachers.cache.publish import publish
 from trainables.teachers.interface import TeacherRequest
 
@@ -34,7 +33,7 @@ def sequential(config: FillConfig) -> FillConfig:
 def fill(
     config: FillConfig,
     group: Group,
-    teachers: Sequence[CachedTeacher],
+    teachers: CachedTeachers,
     loaders: tuple[Loader, Loader],
     report: Report,
     heartbeat: Heartbeat | None = None,
@@ -51,17 +50,15 @@ def fill(
     num_steps, num_epochs = loader.steps_per_epoch, cached_epochs(config)
     sizes = {"steps_per_epoch": num_steps, "samples_per_epoch": loader.samples_per_epoch, "epochs": num_epochs}
     report("start", 0, 0.0, {**sizes, "num_workers": group.world_size, "max_steps": 0})
-    one = cached_teacher(teachers, config.shares)
-    passes = [(teachers, one, loader, epoch, build_train_inputs(config, group.device)) for epoch in range(num_epochs)]
+    passes = [(teachers, loader, epoch, build_train_inputs(config, group.device)) for epoch in range(num_epochs)]
     if not config.data.labels:
         inputs = build_train_inputs(without_augmentation(config), group.device)
-        own = [teacher.for_validation(val_loader) for teacher in teachers]
-        passes.append((own, cached_teacher(own, config.shares), val_loader, 0, inputs))
+        passes.append((teachers.for_validation(val_loader), val_loader, 0, inputs))
     num_images, num_missing, num_rows = 0, 0, 0
     precision = autocast(config.precision, group.device)
     heartbeat.enter("fill")
-    with contextlib.closing(one):
-        for number, (of_split, run, images, epoch, prepare) in enumerate(passes):
+    with contextlib.closing(teachers):
+        for number, (of_split, images, epoch, prepare) in enumerate(passes):
             missing_N = gather_objects(_missing(of_split, epoch) if group.is_main else None, group)[0]
             num_rows += images.samples_per_epoch
             num_left_out = len(missing_N) - images.samples_per_epoch  # of a last batch that is dropped
@@ -76,34 +73,34 @@ def fill(
                         partners_B = prepared.mix and prepared.mix.partners_B
                         request = TeacherRequest(batch.host_indices_B, batch.epoch, partners_B)
                         with precision():
-                            run(prepared.images_BCHW, len(batch.labels_B), request)
+                            of_split(prepared.images_BCHW, len(batch.labels_B), request)
                         if images is loader and step % config.train.log_every == 0:
                             report("step", step, step / num_steps, {})
                             _check_written(of_split, group)
-                num_images += sum(gather_objects(run.end_epoch(), group))
+                num_images += sum(gather_objects(of_split.end_epoch(), group))
                 _check_written(of_split, group)
                 num_missing += int(_missing(of_split, epoch).sum()) - num_left_out
             if images is loader:
                 report("step", (epoch + 1) * num_steps, epoch + 1.0, {})
     if config.publish:
         try:
-            publish(config, group, loader.source, [teacher.store for teacher in teachers], num_epochs, heartbeat)
+            publish(config, group, loader.source, teachers.stores, num_epochs, heartbeat)
         except OSError as error:
-            raise DataError(f"--publish: {teachers[0].store.folder} cannot be written: {error.strerror or error}") from None
+            raise DataError(f"--publish: {teachers.stores[0].folder} cannot be written: {error.strerror or error}") from None
     return {"images": float(num_images), "missing": float(num_missing), "rows": float(num_rows)}
 
 
-def _missing(teachers: Sequence[CachedTeacher], epoch: int) -> NDArray[np.bool_]:
+def _missing(teachers: CachedTeachers, epoch: int) -> NDArray[np.bool_]:
     """Return a mask (N,) of the samples for which a teacher has no row."""
-    missing_N: NDArray[np.bool_] = np.any([teacher.store.open(epoch).missing_N for teacher in teachers], axis=0)
+    missing_N: NDArray[np.bool_] = np.any([store.open(epoch).missing_N for store in teachers.stores], axis=0)
     return missing_N
 
 
-def _check_written(teachers: Sequence[CachedTeacher], group: Group) -> None:
+def _check_written(teachers: CachedTeachers, group: Group) -> None:
     """End on every rank where the disk of one failed. Raises DataError."""
-    errors = [teacher.writer.error for teacher in teachers if teacher.writer is not None and teacher.writer.error is not None]
+    errors = [each.writer.error for each in teachers.teachers if each.writer is not None and each.writer.error is not None]
     for reason in filter(None, gather_objects(errors and (errors[0].strerror or str(errors[0])), group)):
         raise DataError(
-            f"teacher.cache: {teachers[0].store.folder} cannot be written ({reason}): free room or name another folder, and run "
+            f"teacher.cache: {teachers.stores[0].folder} cannot be written ({reason}): free room or name another folder, and run "
             "it again: what is written stays"
         )

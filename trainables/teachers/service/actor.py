@@ -1,31 +1,35 @@
-"""The actor of a teacher service: a batcher in front of the networks, and a memory of the rows that they computed.
+"""The actor of a teacher service: the networks, and a memory of the rows that they computed.
 
 Rows are a function of key, epoch and sample, whoever requests them, however often and in whatever order. So a client that lost
 a response repeats the request, and clients that request the same image at once wait for the same computation.
 
-Shapes: B samples of a request, n images that are computed together, H=W pixels, C=3 channels.
+Shapes: B samples of a request, n of them that are computed for it, H=W=data.image_size pixels, C=3 channels.
 """
 
 import asyncio
 import os
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trainables.config import TrainConfig
-from trainables.device.precision import set_matmul_precision
+from trainables.device.augment import build_train_inputs
+from trainables.device.device_batches import DeviceBatch
+from trainables.device.precision import set_matmul_precision, with_precision
+from trainables.device.tensor_format import autocast, pixels_of
+from trainables.distributed.group import Group
 from trainables.errors import TeacherServiceLostError
 from trainables.failures import kind_of
 from trainables.object_store.checkpoints import fetch_inputs
 from trainables.process_exit import skip_exit_handlers
+from trainables.teachers.network import ROWS, row_network
+from trainables.teachers.rows import RowFormat, Rows
 from trainables.teachers.service.protocol import RowsRequest, RowsResponse, ServedModel
-from trainables.teachers.service.served_network import Launch, served_network
 
 MEMORY_BYTES = 1 << 30
 """Rows in memory: 3 million images of 10 classes, 250,000 of 1000; students side by side need those of a few steps."""
@@ -39,16 +43,9 @@ _CONCURRENT = 2
 T = TypeVar("T")
 RowKey = tuple[str, int | None, int]
 """Key, epoch, sample."""
-
-
-class _Task(NamedTuple):
-    """Images of one request that wait for their network."""
-
-    launch: Launch
-    epoch: int | None
-    images_nHWC: NDArray[np.uint8]
-    keys: list[RowKey]
-    rows: list[asyncio.Future[Any]]
+Launch = Callable[[NDArray[np.uint8], NDArray[np.int64], int | None], Callable[[], Rows]]
+"""Begins a forward pass over images (n, H, W, C) of the samples (n,) in the augmentation of an epoch; None: as they are. The
+result waits for their rows (n,)."""
 
 
 class TeacherActor:
@@ -74,11 +71,8 @@ class TeacherActor:
         """When each network was last requested, on the monotonic clock."""
         self._rows: dict[RowKey, asyncio.Future[Any]] = {}
         """The memory, the oldest first: rows that are there, or will be."""
-        self._queue = deque[_Task]()
         self._tasks = set[asyncio.Task[None]]()
-        self._num_computing = 0
-        self._max_rows = 1
-        """Images that are computed together at most: the most that one client sent and that fitted into memory."""
+        self._turns = asyncio.Semaphore(_CONCURRENT)
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="teacher")
         self._num_computed, self._num_returned = 0, 0
         skip_exit_handlers()
@@ -126,44 +120,25 @@ class TeacherActor:
         return await asyncio.shield(loading)
 
     async def _compute(self, launch: Launch, request: RowsRequest, new: list[int], rows: list[asyncio.Future[Any]]) -> None:
-        """Fetch the images of a request whose rows are `new`, and queue them; compute what waits there, unless others do."""
-        keys = [(request.model.key, request.epoch, int(sample)) for sample in request.indices_B[new]]
+        """Fetch the images of a request whose rows are `new`, and compute these when it is their turn.
+
+        A network that raises fails the requests that wait for it; repeated, they are tried again.
+        """
+        samples_n = request.indices_B[new]
+        keys = [(request.model.key, request.epoch, sample) for sample in samples_n.tolist()]
         try:
             images_BHWC = await request.images_BHWC
         except Exception as error:
             self._fail(keys, rows, TeacherServiceLostError(f"its images are lost: {type(error).__name__}"))
             return
         images_nHWC = images_BHWC if len(new) == len(images_BHWC) else images_BHWC[new]
-        self._queue.append(_Task(launch, request.epoch, images_nHWC, keys, rows))
-        if self._num_computing < _CONCURRENT:
-            self._num_computing += 1
-            try:
-                while self._queue:
-                    await self._compute_next()
-            finally:
-                self._num_computing -= 1
-
-    async def _compute_next(self) -> None:
-        """Compute the oldest task, and with it those behind it of its network and epoch that fit.
-
-        A network that raises fails the requests that wait for it; repeated, they are tried again.
-        """
-        launch, epoch, *_ = self._queue[0]
-        images, keys, rows = list[NDArray[np.uint8]](), list[RowKey](), list[asyncio.Future[Any]]()
-        while self._queue and self._queue[0][:2] == (launch, epoch):
-            if images and len(keys) + len(self._queue[0].keys) > self._max_rows:
-                break
-            task = self._queue.popleft()
-            images.append(task.images_nHWC)
-            keys += task.keys
-            rows += task.rows
         try:
-            wait = await self._run(self._launcher, launch, images, np.array([sample for _, _, sample in keys]), epoch)
-            rows_n = await self._run(None, wait)
+            async with self._turns:
+                wait = await self._run(self._launcher, launch, images_nHWC, samples_n, request.epoch)
+                rows_n = await self._run(None, wait)
         except Exception as error:
             self._fail(keys, rows, error)
             return
-        self._max_rows = max(self._max_rows, *map(len, images))
         self._num_computed += len(rows)
         for row, value in zip(rows, rows_n, strict=True):
             row.set_result(value)
@@ -189,3 +164,32 @@ class TeacherActor:
     def _load(self, model: ServedModel) -> Launch:
         fetch_inputs(model.settings)
         return served_network(TrainConfig.model_validate(model.settings), model.classes, model.row_format, self._device)
+
+
+def served_network(config: TrainConfig, classes: Sequence[str], row_format: RowFormat, device: torch.device) -> Launch:
+    """The teacher of a worker's `config`: augmentation, precision and model as in that worker.
+
+    Raises CheckpointError, ModelError: the teacher cannot be loaded.
+    """
+    config = with_precision(config, Group(device=device))
+    teacher, pixels = row_network(config, device, classes, row_format), pixels_of(config)
+    prepare, precision, on_gpu = build_train_inputs(config, device), autocast(config.precision, device), device.type == "cuda"
+
+    def launch(images_nHWC: NDArray[np.uint8], samples_n: NDArray[np.int64], epoch: int | None) -> Callable[[], Rows]:
+        # Pinned: a copy from other memory would wait for all work that the GPU has queued.
+        host_images_nHWC = torch.empty(images_nHWC.shape, dtype=torch.uint8, pin_memory=on_gpu)
+        np.copyto(host_images_nHWC.numpy(), images_nHWC)
+        host_indices_n = torch.from_numpy(samples_n).pin_memory() if on_gpu else torch.from_numpy(samples_n)
+        images_nCHW = host_images_nHWC.to(device, non_blocking=True).permute(0, 3, 1, 2)
+        indices_n = host_indices_n.to(device, non_blocking=True)
+        with torch.no_grad():
+            if epoch is None:
+                prepared_nCHW = pixels(images_nCHW)
+            else:
+                batch = DeviceBatch(images_nCHW, torch.zeros_like(indices_n), indices_n, host_indices_n, epoch)
+                prepared_nCHW = prepare(batch).images_BCHW
+        with precision():
+            outputs = teacher(prepared_nCHW, len(samples_n))[ROWS]
+        return row_format.to_host(samples_n, row_format.encode(outputs))
+
+    return launch

@@ -26,7 +26,7 @@ from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.cache.key import cache_key, shared_key_parts
 from trainables.teachers.interface import TeacherRequest
-from trainables.teachers.rows import Columns, ExactLogits, MethodReads, Rows, RowTeacher, format_of
+from trainables.teachers.rows import Columns, MethodReads, RowFormat, Rows, RowTeacher, format_of
 from trainables.teachers.service.protocol import RowsRequest, ServedModel, TeacherConnection
 
 log = logging.getLogger("raydistill")
@@ -67,8 +67,10 @@ class ServiceTeacher(RowTeacher):
 
         Raises DistillError: the teacher or the data cannot be read, or the workers read different images.
         """
-        logits = ExactLogits(len(classes), str(tensor_format(config)[0]).removeprefix("torch."))
-        super().__init__(format_of(reads, logits), reads, config, group.device, loader.source)
+        dtype = str(tensor_format(config)[0]).removeprefix("torch.")
+        super().__init__(
+            format_of(reads, RowFormat(len(classes), exact_logits=dtype)), reads, config, group.device, loader.source
+        )
         if not connections:
             raise ValueError("a client of the teacher service without a connection to it")
         self._connections = tuple(connections)

@@ -26,7 +26,7 @@ from trainables.methods.contract import ModelOutputs
 from trainables.methods.init_stage import with_init_stage
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rundir import StageDir
-from trainables.teachers.cache.cached_teacher import CachedTeacher
+from trainables.teachers.cache.cached_teacher import CachedTeachers
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
 from trainables.teachers.service.protocol import TeacherConnection
 
@@ -121,9 +121,8 @@ def test_a_student_of_cached_features_learns_what_it_learns_of_features_that_are
     assert ran_for(first) == [IMAGES]
     with contextlib.closing(build(settings(tmp_path, "second"), Group(), report := Recorded(), no_telemetry)) as job:
         run_job(job)
-        teacher = job.train_state.teacher
-        assert isinstance(teacher, CachedTeacher)
-        assert teacher.network is None  # the features of the validation images are cached as well
+        assert isinstance(job.train_state.teacher, CachedTeachers)
+        assert job.train_state.teacher.teachers[0].network is None  # the features of the validation images are cached as well
         assert equal(dict(job.student.state_dict()), first["state"])
     assert ran_for({"calls": report.calls}) == [0]
     assert losses_of({"calls": report.calls}) == losses_of(first)

@@ -44,7 +44,7 @@ from trainables.errors import CheckpointError, DataError, DistillError
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
 from trainables.teachers.cache import cached_teacher, key
-from trainables.teachers.cache.cached_teacher import CachedTeacher
+from trainables.teachers.cache.cached_teacher import CachedTeachers
 from trainables.teachers.cache.store import RowStore
 from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.service.protocol import TeacherConnection
@@ -219,8 +219,8 @@ def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> 
     for name in ("first", "second"):
         with contextlib.closing(build(settings(tmp_path, name), Group(), Recorded(), no_telemetry)) as job:
             run_job(job)
-            assert isinstance(job.train_state.teacher, CachedTeacher)
-            assert (job.train_state.teacher.network is None) == (name == "second")
+            assert isinstance(job.train_state.teacher, CachedTeachers)
+            assert (job.train_state.teacher.teachers[0].network is None) == (name == "second")
 
 
 @pytest.mark.parametrize(

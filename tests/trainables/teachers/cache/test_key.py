@@ -26,7 +26,7 @@ from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.cache import key
 from trainables.teachers.cache.key import ImageSet, cache_key, check_same_data, key_parts
-from trainables.teachers.rows import HalfLogits, RowFormat, StoredFeatures
+from trainables.teachers.rows import RowFormat
 
 
 def folder(root: Path, seed: int = 0) -> Path:
@@ -144,7 +144,7 @@ def parts(
     data = {"augment": "pad_crop_flip", **changes}
     about = {"model": model, "weights": str(weights), **(teacher or {})}
     job = config(weights.parent / "job", teacher=about, data=data, **sections)
-    return key_parts(job, images, classes, row_format or HalfLogits(len(classes), top_k))
+    return key_parts(job, images, classes, row_format or RowFormat(len(classes), top_k))
 
 
 def leaves(parts_of_key: dict[str, Any]) -> dict[str, Any]:
@@ -221,9 +221,8 @@ def test_the_teachers_own_precision_is_a_part_of_the_key_and_the_jobs_is_then_no
 
 
 def test_the_taps_are_a_part_of_the_key_of_features_alone(plain: Path) -> None:
-    logits = HalfLogits(10)
-    keys = [cache_key(parts(plain, row_format=each)) for each in (StoredFeatures(logits, MAPS), StoredFeatures(None, MAPS))]
-    keys += [cache_key(parts(plain, row_format=StoredFeatures(None, MAPS[:1]))), cache_key(parts(plain))]
+    formats = (RowFormat(10, taps=MAPS), RowFormat(taps=MAPS), RowFormat(taps=MAPS[:1]), RowFormat(10))
+    keys = [cache_key(parts(plain, row_format=each)) for each in formats]
     assert len(set(keys)) == 4
     assert "taps" not in parts(plain)  # logits that were cached before features could be are still found
 

@@ -24,7 +24,7 @@ from trainables.engine.train import build
 from trainables.errors import DataError
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.cache import cached_teacher
-from trainables.teachers.cache.cached_teacher import CachedTeacher
+from trainables.teachers.cache.cached_teacher import CachedTeachers
 from trainables.teachers.interface import TeacherRequest
 
 SIZE, IMAGES = 12, 24
@@ -105,14 +105,14 @@ def trained_on(settings: TrainConfig) -> dict[int, tuple[ModelOutputs, Tensor]]:
     """Sample → the outputs and the pixels with which a training that reads the cache learns in its first epoch."""
     job, found = build(settings, Group(), lambda *_: None, lambda whole=False: {}), {}
     teacher, prepare = job.train_state.teacher, build_train_inputs(settings, Group().device)
-    assert isinstance(teacher, CachedTeacher)
+    assert isinstance(teacher, CachedTeachers)
     for batch in on_device(job.train_loader.epoch(0), Group().device):
         prepared = prepare(batch)
         request = TeacherRequest(batch.host_indices_B, 0, prepared.mix and prepared.mix.partners_B)
         (outputs,) = teacher(prepared.images_BCHW, len(batch.labels_B), request).values()
         for row, sample in enumerate(batch.host_indices_B.tolist()):
             found[sample] = outputs.map(lambda values, row=row: values[row]), prepared.images_BCHW[row]
-    assert teacher.network is None
+    assert teacher.teachers[0].network is None
     job.close()
     return found
 

@@ -9,9 +9,9 @@ import torch
 
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.cache.store import CacheWriter, RowStore
-from trainables.teachers.rows import HalfLogits, Rows
+from trainables.teachers.rows import RowFormat, Rows
 
-FORMAT = HalfLogits(6, 2)
+FORMAT = RowFormat(6, 2)
 LOGITS = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
 
 
@@ -65,12 +65,6 @@ def test_a_damaged_block_counts_as_missing(tmp_path: Path, damage: str) -> None:
     assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [5]
     fresh.write(0, rows([3, 1]))  # the same content fixes the file
     assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [1, 3, 5]
-
-
-def test_a_block_of_another_format_or_data_set_is_left_out(tmp_path: Path) -> None:
-    RowStore(tmp_path, FORMAT.row, 20).write(0, rows([3, 19]))
-    assert RowStore(tmp_path, HalfLogits(6, 3).row, 20).open(0).missing_N.all()
-    assert RowStore(tmp_path, FORMAT.row, 10).open(0).missing_N.all()
 
 
 def test_only_missing_rows_are_written_and_epochs_are_separate(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.trainables.teachers.service.local_service import LocalConnection, Loc
 from tests.trainables.teachers.service.test_client import settings
 from tests.waiting import wait_until
 from trainables.errors import CheckpointError, TeacherServiceLostError
-from trainables.teachers.rows import ExactLogits, Rows
+from trainables.teachers.rows import RowFormat, Rows
 from trainables.teachers.service.actor import TeacherActor
 from trainables.teachers.service.protocol import RowsRequest, RowsResponse, ServedModel
 
@@ -36,20 +36,19 @@ class Numbered:
 
     def __init__(self) -> None:
         self.ran: list[tuple[int, int]] = []
-        self.calls: list[int] = []
         self.fails = False
         self.may_run = threading.Event()
         self.may_run.set()
 
     def __call__(
-        self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int
+        self, images_nHWC: NDArray[np.uint8], samples_n: NDArray[np.int64], epoch: int | None
     ) -> Callable[[], NDArray[Any]]:
-        pixels_n = np.concatenate(images)[:, 0, 0, 0]
+        assert epoch is not None
+        pixels_n = images_nHWC[:, 0, 0, 0]
         self.may_run.wait()
         if self.fails:
             raise ArithmeticError("the teacher cannot")
         self.ran += [(epoch, int(sample)) for sample in samples_n]
-        self.calls.append(len(samples_n))
         rows_n = expected(samples_n, epoch)
         rows_n["pixel"] = pixels_n
         return lambda: rows_n
@@ -150,19 +149,6 @@ def test_a_request_that_is_cancelled_harms_no_other_that_waits_for_the_same_rows
     assert is_right(requests[2].result(5), np.arange(10))
 
 
-def test_what_waits_is_computed_together_up_to_a_workers_largest_batch(served: Served) -> None:
-    served.fetch(np.arange(64))
-    served.network.may_run.clear()
-    first = served.request(np.arange(100, 110))[0]
-    parts = [np.arange(start, start + 20) for start in range(200, 300, 20)]
-    waiting = [served.request(part)[0] for part in parts]
-    served.network.may_run.set()
-    assert is_right(first.result(5), np.arange(100, 110))
-    assert all(is_right(response.result(5), part) for response, part in zip(waiting, parts, strict=True))
-    calls = served.network.calls[1:]
-    assert (sum(calls), max(calls) <= 64, len(calls) <= 4) == (110, True, True)
-
-
 @pytest.mark.parametrize("served", [{"memory_bytes": 100 * ROW_BYTES}], indirect=True)
 def test_the_oldest_logits_make_room_and_are_computed_again(served: Served) -> None:
     for start in (0, 50, 100):
@@ -247,7 +233,7 @@ def test_a_teacher_that_does_not_exist_is_named(tmp_path: Path) -> None:
     (tmp_path / "teacher.safetensors").unlink()
     images, model = (
         LocalImages(np.zeros((3, 8, 8, 3), np.uint8)),
-        ServedModel("key", plain, ("0", "1"), ExactLogits(2, "float64")),
+        ServedModel("key", plain, ("0", "1"), RowFormat(2, exact_logits="float64")),
     )
     with local_services() as (connection,), pytest.raises(CheckpointError, match=r"teacher.safetensors"):
         connection.begin("rows", RowsRequest(model, 0, np.arange(3), images)).result(30)
