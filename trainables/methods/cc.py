@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, Natural, NonNegative, Positive
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
-from trainables.methods.features import unit
-from trainables.methods.relations import all_rows, check_one_tap
+from trainables.methods.features import check_one_tap, unit
+from trainables.methods.relations import all_rows
 
 
 class CCOptions(MethodOptions):

@@ -27,8 +27,8 @@ from trainables.config import Count, MethodOptions, NonNegative, Positive, Proba
 from trainables.device.random_numbers import Draws
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
-from trainables.methods.features import unit
-from trainables.methods.relations import check_one_tap, with_gradient
+from trainables.methods.features import check_one_tap, unit
+from trainables.methods.relations import with_gradient
 
 _EPSILON = 1e-7
 

@@ -4,7 +4,7 @@ Shapes: B batch, C channels, H W positions. The shape of a map is (C, H, W).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -56,29 +56,43 @@ def average_pooled(map_BCHW: Tensor, height: int, width: int) -> Tensor:
     return map_BCHW if rows == columns == 1 else functional.avg_pool2d(map_BCHW, (rows, columns))
 
 
+def check_taps(method: str, context: BuildContext, fits: Callable[[Sequence[Shape]], bool], reads: str, instead: str) -> None:
+    """Raise ExperimentError unless the shapes at each model's taps fit what the method `reads`, with the remedy `instead`."""
+    for side, model in (("student", context.student), ("teacher", context.teacher)):
+        if model is not None and not fits(model.shapes):
+            shapes = ", ".join(map(str, model.shapes)) or "none"
+            raise ExperimentError(
+                f"distill.options.{method}.{side}_taps: {method} reads {reads}, but the {side}'s taps are {shapes}: {instead}"
+            )
+
+
+def check_one_tap(method: str, context: BuildContext) -> None:
+    """Raise ExperimentError if a model has more than one tap, for a method that compares one feature."""
+    check_taps(method, context, lambda shapes: len(shapes) == 1, "one feature", "name one tap")
+
+
+def check_maps(method: str, context: BuildContext, at_least: int = 1) -> None:
+    """Raise ExperimentError if a tap is not a map, or a model has too few."""
+
+    def fits(shapes: Sequence[Shape]) -> bool:
+        return len(shapes) >= at_least and all(len(shape) == 3 for shape in shapes)
+
+    instead = "name stages or convolutions (`distill taps MODEL` lists them)"
+    check_taps(method, context, fits, f"{at_least} or more maps (C, H, W)", instead)
+
+
 def paired_maps(method: str, context: BuildContext, *, at_least: int = 1) -> list[tuple[Shape, Shape]]:
     """Return the shapes of the student's and the teacher's maps, paired by position.
 
     Raises ExperimentError: there are fewer than `at_least` pairs, the numbers of maps differ, or a tap is not a map.
     """
     assert context.teacher is not None
-    student, teacher = context.student.shapes, context.teacher.shapes
-    options = f"distill.options.{method}"
-    for model, shapes in (("student", student), ("teacher", teacher)):
-        for number, shape in enumerate(shapes, 1):
-            if len(shape) != 3:
-                raise ExperimentError(
-                    f"{options}.{model}_taps: {method} reads maps (C, H, W), but tap {number} of the {model} has {shape}: "
-                    "name a stage or a convolution (`distill taps MODEL` lists them)"
-                )
+    check_maps(method, context, at_least)
+    student, teacher, options = context.student.shapes, context.teacher.shapes, f"distill.options.{method}"
     if len(student) != len(teacher):
         raise ExperimentError(
             f"{options}: the student has {len(student)} maps, the teacher {len(teacher)}, and {method} pairs them by position: "
             "name as many student_taps as teacher_taps"
-        )
-    if len(student) < at_least:
-        raise ExperimentError(
-            f"{options}: {method} reads {at_least} maps or more, not {len(student)}: name more student_taps and teacher_taps"
         )
     return list(zip(student, teacher, strict=True))
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext
-from trainables.methods.features import Shape
+from trainables.methods.features import Shape, check_taps
 from trainables.notices import notice
 
-DIMENSIONS = {"embedding": 1, "map": 3}
-"""Imitated feature, by the name of its term and tap → number of dimensions per image."""
+DIMENSIONS = {"embedding": "(D,)", "map": "(D, H, W)"}
+"""Imitated feature, by the name of its term and tap → its dimensions for an image."""
 
 
 class ImitationOptions(MethodOptions):
@@ -49,14 +48,10 @@ def imitated_shapes(method: str, options: ImitationOptions, context: BuildContex
     Raises ExperimentError: the taps do not match the terms.
     """
     assert context.teacher is not None
-    wanted = [DIMENSIONS[name] for name in options.imitated]
-    for side, shapes in (("student", context.student.shapes), ("teacher", context.teacher.shapes)):
-        if [len(shape) for shape in shapes] != wanted:
-            raise ExperimentError(
-                f"distill.options.{method}.{side}_taps: {method} reads {' and '.join(options.imitated)}: an embedding is (D,) and"
-                f" a map (D, H, W), but the {side}'s taps are {', '.join(map(str, shapes)) or 'none'}: name such taps, or set the"
-                " weight of the other to 0"
-            )
+    wanted = [1 if name == "embedding" else 3 for name in options.imitated]
+    reads = " and ".join(f"{name} {DIMENSIONS[name]}" for name in options.imitated)
+    instead = "name such taps, or set the weight of the other to 0"
+    check_taps(method, context, lambda shapes: [len(shape) for shape in shapes] == wanted, reads, instead)
     found = dict(zip(options.imitated, zip(context.student.shapes, context.teacher.shapes, strict=True), strict=True))
     widths = ", ".join(f"{name} {student[0]} → {teacher[0]}" for name, (student, teacher) in found.items())
     notice(f"distill.method: {method} projects the student's features to the teacher's: {widths}")

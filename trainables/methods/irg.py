@@ -15,6 +15,8 @@ and if the later one has twice the channels, pairs of them are averaged. Distanc
 Shapes: B samples of this rank, N of the global batch, C channels, H W positions, D features.
 """
 
+from collections.abc import Sequence
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -22,7 +24,7 @@ from torch import Tensor
 from trainables.config import MethodOptions, NonNegative
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
-from trainables.methods.features import average_pooled
+from trainables.methods.features import Shape, average_pooled, check_taps
 from trainables.methods.relations import squared_distances_of_pairs
 
 
@@ -88,15 +90,14 @@ def _mean(values: Tensor) -> Tensor:
 
 def _check(context: BuildContext) -> None:
     assert context.teacher is not None
-    for model, shapes in (("student", context.student.shapes), ("teacher", context.teacher.shapes)):
-        option = f"distill.options.irg.{model}_taps"
-        if len(shapes) < 2 or len(shapes[0]) != 3 or len(shapes[1]) != 3:
-            raise ExperimentError(f"{option}: the first two must be maps (C, H, W), an earlier and a later one: name two stages")
-        (channels, *size), (later, *later_size) = shapes[:2]
-        if later not in (channels, 2 * channels) or any(a < b for a, b in zip(size, later_size, strict=True)):
-            raise ExperimentError(
-                f"{option}: the second map, {shapes[1]}, must have as many channels as the first, {shapes[0]}, or twice as many,"
-                " and must not be larger: name other stages"
-            )
+    reads = "an earlier and a later map (C, H, W), of as many or twice as many channels and not larger, and other features"
+    check_taps("irg", context, _begin_with_two_maps, reads, "name two such stages first")
     if len(context.student.shapes) != len(context.teacher.shapes):
         raise ExperimentError("distill.options.irg: student_taps and teacher_taps are compared in pairs: name equally many")
+
+
+def _begin_with_two_maps(shapes: Sequence[Shape]) -> bool:
+    if [len(shape) for shape in shapes[:2]] != [3, 3]:
+        return False
+    (channels, *size), (later, *later_size) = shapes[:2]
+    return later in (channels, 2 * channels) and all(a >= b for a, b in zip(size, later_size, strict=True))

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
-from trainables.methods.features import unit
-from trainables.methods.relations import all_rows, check_one_tap, off_diagonal
+from trainables.methods.features import check_one_tap, unit
+from trainables.methods.relations import all_rows, off_diagonal
 
 _EPSILON = 1e-7
 

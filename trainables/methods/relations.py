@@ -6,17 +6,7 @@ Shapes: N samples of the global batch, D features.
 import torch
 from torch import Tensor
 
-from trainables.errors import ExperimentError
-from trainables.methods.contract import BuildContext, MethodBatch, ModelOutputs
-
-
-def check_one_tap(method: str, context: BuildContext) -> None:
-    """Raise ExperimentError if a model has more than one tap, for a method that compares one feature."""
-    for name, model in (("student", context.student), ("teacher", context.teacher)):
-        if model is not None and len(model.shapes) != 1:
-            raise ExperimentError(
-                f"distill.options.{method}.{name}_taps: {method} compares one feature, not {len(model.shapes)}: name one tap"
-            )
+from trainables.methods.contract import MethodBatch, ModelOutputs
 
 
 def all_rows(student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> tuple[Tensor, ...]:

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from trainables.config import MethodOptions, NonNegative
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
-from trainables.methods.features import unit
-from trainables.methods.relations import all_rows, check_one_tap, off_diagonal, squared_distances_of_pairs, with_gradient
+from trainables.methods.features import check_one_tap, unit
+from trainables.methods.relations import all_rows, off_diagonal, squared_distances_of_pairs, with_gradient
 
 _CHUNK_SIZE = 2**24
 """Values in one chunk of the angles: 64 MiB in float32."""

@@ -26,9 +26,8 @@ from torch.nn import functional
 from trainables.config import MethodOptions, NonNegative, Positive
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
-from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
-from trainables.methods.features import pooled_alike, unit
+from trainables.methods.features import check_maps, pooled_alike, unit
 
 
 class SemCKDOptions(MethodOptions):
@@ -52,12 +51,8 @@ class SemCKD(Method):
         super().__init__(options, context)
         self._rows = context.global_batch_size
         assert context.teacher is not None
+        check_maps("semckd", context)
         students, teachers = context.student.shapes, context.teacher.shapes
-        for model, shapes in (("student", students), ("teacher", teachers)):
-            if not shapes or any(len(shape) != 3 for shape in shapes):
-                raise ExperimentError(
-                    f"distill.options.semckd.{model}_taps: semckd reads maps (C, H, W), but the {model} has {shapes}: name stages"
-                )
         self._queries = nn.ModuleList(_embedding(self._rows) for _ in students)
         self._keys = nn.ModuleList(_embedding(self._rows) for _ in teachers)
         self._regressors = nn.ModuleList(

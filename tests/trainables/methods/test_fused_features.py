@@ -158,7 +158,7 @@ def test_review_knowledge_goes_from_deep_to_shallow() -> None:
     [
         ("srrl", {"teacher_shapes": ((32, 2, 2),)}, r"srrl.teacher_taps: srrl reads the teacher's classifier input, \(32,\)"),
         ("srrl", {"student_shapes": STUDENT}, "srrl.student_taps: srrl reads one map"),
-        ("semckd", {"student_shapes": ((4,),)}, "semckd.student_taps: semckd reads maps"),
+        ("semckd", {"student_shapes": ((4,),)}, "semckd.student_taps: semckd reads 1 or more maps"),
         ("reviewkd", {"student_shapes": STUDENT}, "3 maps, the teacher 4"),
         ("simkd", {"student_shapes": ((16, 2, 2),)}, "the student's has 16 and the teacher's 32"),
         ("ofd", {"student_shapes": STUDENT[:2]}, "2 maps, the teacher 3"),

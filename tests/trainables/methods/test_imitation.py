@@ -235,9 +235,9 @@ def test_nothing_to_imitate_is_refused() -> None:
 @pytest.mark.parametrize(
     ("student", "options", "says"),
     [
-        (((4,),), {}, "distill.options.queue.student_taps: queue reads embedding and map: an embedding is (D,) and a map"),
+        (((4,),), {}, "distill.options.queue.student_taps: queue reads embedding (D,) and map (D, H, W), but"),
         (((5, 3, 4), (4,)), {}, "the student's taps are (5, 3, 4), (4,): name such taps, or set the weight of the other to 0"),
-        (((5, 3, 4),), {"map": 0}, "queue reads embedding: "),
+        (((5, 3, 4),), {"map": 0}, "queue reads embedding (D,), but"),
         ((), {}, "the student's taps are none"),
     ],
 )

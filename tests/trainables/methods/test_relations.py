@@ -52,13 +52,21 @@ def test_rkds_angles_in_parts_are_those_of_the_whole() -> None:
         (
             "irg",
             ((2, 4, 4), (3, 2, 2), (4,)),
-            "distill.options.irg.student_taps: the second map, (3, 2, 2), must have as many channels",
+            "distill.options.irg.student_taps: irg reads an earlier and a later map (C, H, W), of as many",
         ),
-        ("irg", ((2, 4, 4), (2, 8, 8), (4,)), "must not be larger"),
-        ("irg", ((2, 4, 4), (4,)), "the first two must be maps (C, H, W)"),
+        (
+            "irg",
+            ((2, 4, 4), (2, 8, 8), (4,)),
+            "taps are (2, 4, 4), (2, 8, 8), (4,): name two such stages first",
+        ),
+        ("irg", ((2, 4, 4), (4,)), "but the student's taps are (2, 4, 4), (4,)"),
         ("irg", ((2, 4, 4), (2, 4, 4)), "name equally many"),
-        ("sp", ((2, 4, 4), (2, 4, 4)), "distill.options.sp.student_taps: sp compares one feature, not 2"),
-        ("crd", (), "crd compares one feature, not 0"),
+        (
+            "sp",
+            ((2, 4, 4), (2, 4, 4)),
+            "sp.student_taps: sp reads one feature, but the student's taps are (2, 4, 4), (2, 4, 4): name one tap",
+        ),
+        ("crd", (), "crd reads one feature, but the student's taps are none"),
     ],
 )
 def test_features_that_do_not_fit_are_refused_in_one_line(name: str, student_shapes: Any, says: str) -> None:
