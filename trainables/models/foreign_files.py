@@ -7,7 +7,7 @@ torch.
 import re
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,63 +18,55 @@ CONVERT = "load it in the program that wrote it, copy its values into the PyTorc
 _HEAD_BYTES = 1024
 
 
-class Facts(NamedTuple):
-    """The properties of a file or folder that are visible without loading it."""
-
-    name: str
-    head: bytes
-    """Its first bytes; empty for a folder."""
-    members: frozenset[str]
-    """The base names in a zip archive, or the names in a folder."""
-
-
 class ForeignFile(NamedTuple):
+    """A kind of file or folder, recognized by any of its marks."""
+
     what: str
-    recognize: Callable[[Facts], bool]
     instead: str
+    head: bytes | None = None
+    """A pattern of a file's first bytes, in upper or lower case."""
+    suffix: str | None = None
+    """A pattern of the end of a name."""
+    members: tuple[str, ...] = ()
+    """Base names in a zip archive, or names in a folder."""
 
-
-def _starts(*starts: bytes) -> Callable[[Facts], bool]:
-    return lambda facts: facts.head.lstrip().lower().startswith(starts)
-
-
-def _named(*suffixes: str) -> Callable[[Facts], bool]:
-    return lambda facts: facts.name.lower().endswith(suffixes)
-
-
-def _has(*members: str) -> Callable[[Facts], bool]:
-    return lambda facts: any(member in facts.members for member in members)
+    def matches(self, name: str, head: bytes, members: Collection[str]) -> bool:
+        return bool(
+            (self.head and re.match(self.head, head, re.IGNORECASE | re.DOTALL))
+            or (self.suffix and re.search(f"{self.suffix}$", name, re.IGNORECASE))
+            or not {*self.members}.isdisjoint(members)
+        )
 
 
 FOREIGN: tuple[ForeignFile, ...] = (
-    ForeignFile("a Git LFS pointer, not the file", _starts(b"version https://git-lfs"), "fetch it: git lfs pull"),
-    ForeignFile("a web page", _starts(b"<!doctype html", b"<html"), "download the file that the page offers"),
-    ForeignFile("a TorchScript archive", _has("constants.pkl"), f"give the state dict: {SAVE_AGAIN}"),
-    ForeignFile("a program of torch.export", _has("archive_format", "serialized_exported_program.json"), SAVE_AGAIN),
-    ForeignFile("a Keras model", _has("model.weights.h5"), CONVERT),
-    ForeignFile("an HDF5 file, as Keras writes them", _starts(b"\x89hdf"), CONVERT),
-    ForeignFile("a TensorFlow SavedModel", _has("saved_model.pb"), CONVERT),
-    ForeignFile(
-        "a TensorFlow checkpoint",
-        lambda facts: bool(re.search(r"\.(ckpt[-\d]*\.)?(index|data-\d{5}-of-\d{5}|meta)$", facts.name)),
-        CONVERT,
-    ),
-    ForeignFile("a TensorFlow Lite model", lambda facts: facts.head[4:8] == b"TFL3", CONVERT),
-    ForeignFile("a JAX checkpoint of Orbax", _has("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"), CONVERT),
-    ForeignFile("a checkpoint of Flax", _named(".msgpack"), CONVERT),
+    ForeignFile("a Git LFS pointer, not the file", "fetch it: git lfs pull", head=rb"version https://git-lfs"),
+    ForeignFile("a web page", "download the file that the page offers", head=rb"\s*(<!doctype html|<html)"),
+    ForeignFile("a TorchScript archive", f"give the state dict: {SAVE_AGAIN}", members=("constants.pkl",)),
+    ForeignFile("a program of torch.export", SAVE_AGAIN, members=("archive_format", "serialized_exported_program.json")),
+    ForeignFile("a Keras model", CONVERT, members=("model.weights.h5",)),
+    ForeignFile("an HDF5 file, as Keras writes them", CONVERT, head=rb"\x89hdf"),
+    ForeignFile("a TensorFlow SavedModel", CONVERT, members=("saved_model.pb",)),
+    ForeignFile("a TensorFlow checkpoint", CONVERT, suffix=r"\.(ckpt[-\d]*\.)?(index|data-\d{5}-of-\d{5}|meta)"),
+    ForeignFile("a TensorFlow Lite model", CONVERT, head=rb".{4}TFL3"),
+    ForeignFile("a JAX checkpoint of Orbax", CONVERT, members=("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")),
+    ForeignFile("a checkpoint of Flax", CONVERT, suffix=r"\.msgpack"),
     ForeignFile(
         "an ONNX model",
-        lambda facts: facts.name.endswith(".onnx") or (facts.head.startswith(b"\x08") and b"pytorch" in facts.head[:32]),
         f"give the state dict from which it was exported: {SAVE_AGAIN}",
+        head=rb"\x08.{,24}pytorch",
+        suffix=r"\.onnx",
     ),
-    ForeignFile("a GGUF file of quantized weights", _starts(b"gguf"), f"give the weights from which it was made: {SAVE_AGAIN}"),
-    ForeignFile("an adapter of PEFT", _has("adapter_config.json"), "merge it into its model (merge_and_unload()) and save that"),
+    ForeignFile("a GGUF file of quantized weights", f"give the weights from which it was made: {SAVE_AGAIN}", head=rb"gguf"),
+    ForeignFile(
+        "an adapter of PEFT", "merge it into its model (merge_and_unload()) and save that", members=("adapter_config.json",)
+    ),
     ForeignFile(
         "a distributed checkpoint",
-        lambda facts: ".metadata" in facts.members or facts.name.endswith(".distcp"),
         "join it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pth, and give that file",
+        suffix=r"\.distcp",
+        members=(".metadata",),
     ),
-    ForeignFile("gzip-compressed", _starts(b"\x1f\x8b"), "unpack it and give the file of one model in it"),
+    ForeignFile("gzip-compressed", "unpack it and give the file of one model in it", head=rb"\x1f\x8b"),
 )
 """Kinds of foreign files, tried in this order."""
 
@@ -105,13 +97,13 @@ FOREIGN_NAMES: tuple[tuple[str, re.Pattern[str], str], ...] = (
 
 def refuse_foreign(path: Path) -> None:
     """Raise CheckpointError if the file or folder is one of `FOREIGN`, or a tar or zip archive of files."""
-    facts = _facts(path)
+    head, members = _head(path), _members(path)
     for foreign in FOREIGN:
-        if foreign.recognize(facts):
+        if foreign.matches(path.name, head, members):
             raise CheckpointError(f"{path} is {foreign.what}: {foreign.instead}")
-    if path.is_file() and facts.head and tarfile.is_tarfile(path):
+    if head and tarfile.is_tarfile(path):
         raise CheckpointError(f"{path} is a tar archive: unpack it and give the file of one model in it")
-    if path.is_file() and facts.members and not _is_weights_zip(facts.members):
+    if head and members and not any(member.endswith((".npy", ".pkl")) for member in members):
         raise CheckpointError(f"{path} is a zip archive: unpack it and give the file of one model in it")
 
 
@@ -125,23 +117,25 @@ def foreign_names(names: Iterable[str]) -> str | None:
 
 def is_npz(path: Path) -> bool:
     """Whether the file is an archive of numpy arrays."""
-    return any(member.endswith(".npy") for member in _facts(path).members)
+    return any(member.endswith(".npy") for member in _members(path))
 
 
-def _is_weights_zip(members: Iterable[str]) -> bool:
-    return any(member.endswith((".npy", ".pkl")) for member in members)
-
-
-def _facts(path: Path) -> Facts:
+def _head(path: Path) -> bytes:
+    """A file's first bytes; empty for a folder."""
     if path.is_dir():
-        return Facts(path.name, b"", frozenset(member.name for member in path.iterdir()))
+        return b""
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    members: frozenset[str] = frozenset()
-    if head.startswith(b"PK"):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                members = frozenset(name.rpartition("/")[2] for name in archive.namelist())
-        except zipfile.BadZipFile:  # truncated; the reader reports it
-            return Facts(path.name, head, members)
-    return Facts(path.name, head, members)
+        return file.read(_HEAD_BYTES)
+
+
+def _members(path: Path) -> set[str]:
+    """The names in a folder, or the base names in a zip archive; empty for any other file, and for a truncated archive."""
+    if path.is_dir():
+        return {member.name for member in path.iterdir()}
+    if not _head(path).startswith(b"PK"):
+        return set()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name.rpartition("/")[2] for name in archive.namelist()}
+    except zipfile.BadZipFile:
+        return set()
