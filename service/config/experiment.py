@@ -27,8 +27,8 @@ from service.config.sweep import SweepConfig
 from service.config.uris import secret_refusal
 from trainables.data.source import SOURCES
 from trainables.errors import ExperimentError, ModelError
+from trainables.models.model_input import trained_input
 from trainables.models.names import check_model_name, library_of
-from trainables.models.trained_input import trained_input
 from trainables.redact import redact_values
 from trainables.user_code import read_source
 

@@ -109,7 +109,7 @@ def trained_images(checkpoint: Path) -> dict[str, Any]:
 
 def published_images(model: str, weights: str) -> dict[str, Any]:
     """Return the keys of `data` that prepare images for published weights; without a record, only the model's default size."""
-    from trainables.models.trained_input import trained_input
+    from trainables.models.model_input import trained_input
 
     record = trained_input(model, weights)
     if record is not None:

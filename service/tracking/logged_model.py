@@ -19,8 +19,8 @@ import trainables
 from service.tracking.run_view import KEY_TAG
 from trainables.errors import CheckpointError
 from trainables.models.checkpoint_header import META_KEY, CheckpointHeader, read_checkpoint_header, read_model_tensors
-from trainables.models.names import check_model_name, model_parts
-from trainables.user_code import file_of
+from trainables.models.names import check_model_name
+from trainables.user_code import file_of, model_parts
 
 MODEL_PACKAGES = ("mlflow", "numpy", "pydantic", "safetensors", "torch", "torchvision")
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import CheckpointError
 from trainables.models.foreign_files import refuse_foreign
+from trainables.models.libraries.interface import TrainedInput
 from trainables.rundir import RunDir, StageDir, expand_home
 
 META_KEY = "raydistill"
@@ -43,6 +44,11 @@ class CheckpointHeader:
     """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
     logit_scale: float | None = None
     """Set if the file has class embeddings instead of a classifier: logits are `logit_scale` times the cosine to each."""
+
+    @property
+    def trained_input(self) -> TrainedInput:
+        size, classes, interpolation = self.image_size, self.num_classes, self.interpolation
+        return TrainedInput(size, self.mean, self.std, classes, interpolation=interpolation, categories=self.classes)
 
 
 def checkpoints_of(folder: Path) -> tuple[Path, Path]:

@@ -6,7 +6,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from trainables.errors import AmbiguousClassesError, OtherClassesError
 from trainables.models.libraries.interface import WORDNET_ID, TrainedInput, installed
@@ -28,17 +28,16 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
     """
     count, is_exact = record.num_classes, ours
     if ours:
-        labels = _labels(classes, record.categories)
+        labels = _labels(classes, zip(record.categories))
     elif all(map(WORDNET_ID.fullmatch, classes)) and (record.wordnet_ids or not installed("timm")):
         if not record.wordnet_ids and count != len(classes):
             fact = f"{what} has {count} classes and the data {len(classes)} WordNet ids, which only timm can look up"
             raise AmbiguousClassesError.of(fact, "`pip install raydistill[timm]`", count)
         # ImageNet's labels are in the order of their ids.
-        labels, is_exact = _labels(classes, record.wordnet_ids or sorted(classes)), True
+        labels, is_exact = _labels(classes, zip(record.wordnet_ids or sorted(classes))), True
     else:
-        names = [_plain(name) for names in record.categories for name in (names, *names.split(", "))]
-        labels_of = [label for label, names in enumerate(record.categories) for _ in (names, *names.split(", "))]
-        labels = [sorted({labels_of[at] for at in found}) for found in _labels(list(map(_plain, classes)), names)]
+        published = [{_plain(name) for name in (names, *names.split(", "))} for names in record.categories]
+        labels = _labels(map(_plain, classes), published)
         if count == len(classes) and not any(labels) and all(map(_NUMBERED.fullmatch, classes)):
             _check_numbers(classes, what)
     num_found = sum(map(bool, labels))
@@ -68,11 +67,12 @@ def class_rows(record: TrainedInput, classes: Sequence[str], what: str, *, ours:
     return rows
 
 
-def _labels(classes: Sequence[str], published: Sequence[str]) -> list[list[int]]:
-    """Return for each class the positions of its name."""
+def _labels(classes: Iterable[str], published: Iterable[Iterable[str]]) -> list[list[int]]:
+    """Return for each class the labels that have its name, of the `published` names of each label."""
     found: dict[str, list[int]] = {}
-    for label, name in enumerate(published):
-        found.setdefault(name, []).append(label)
+    for label, names in enumerate(published):
+        for name in names:
+            found.setdefault(name, []).append(label)
     return [found.get(name, []) for name in classes]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainables.errors import CheckpointError, ModelError, OtherClassesError, first_line, first_three
 from trainables.models.foreign_files import CONVERT, foreign_names
-from trainables.models.libraries import LIBRARIES
+from trainables.models.libraries import library_of_class
 from trainables.models.registry import USUAL_SIZES, construct
 from trainables.models.state_match import Match, compare, expected_tensors, is_read
 from trainables.notices import notice
@@ -29,7 +29,7 @@ def converted(model: nn.Module, match: Match, image_size: int) -> tuple[dict[str
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from the library's own resampling
-            library = next((library for library in LIBRARIES.values() if library.owns(model)), LIBRARIES["ours"])
+            library = library_of_class(model)
             state = dict(library.convert(model, dict(match.state), image_size))
     except Exception:  # the library's code on arbitrary tensors: the mismatch message explains more
         return {}, ""

@@ -1,4 +1,4 @@
-"""A model's input format: image size, normalization and interpolation.
+"""A model's input format: image size, normalization and interpolation, as its weights record it or as it is set.
 
 This module does not import torch; `trainables.models.pixels` makes a model prepare its input.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainables.config import DataConfig, StudentConfig, TrainConfig, WeightedConfig
-from trainables.models.names import library_of
-from trainables.models.trained_input import TrainedInput, trained_input
+from trainables.config.models import HUB_SCHEMES
+from trainables.models.checkpoint_header import is_safetensors, locate_checkpoint, read_checkpoint_header
+from trainables.models.libraries import LIBRARIES
+from trainables.models.libraries.interface import TrainedInput
+from trainables.models.names import check_model_name, library_of
 
 ANTIALIASED = ("bilinear", "bicubic")
 
@@ -26,6 +29,25 @@ class ModelInput:
 
     def __str__(self) -> str:
         return f"{self.image_size} px, mean {_listed(self.mean)}, std {_listed(self.std)}, {self.interpolation}"
+
+
+def trained_input(name: str, weights: str) -> TrainedInput | None:
+    """Return what a model's weights record about their training, without loading tensors; None if they record nothing.
+
+    For a Hugging Face Hub repository only its config.json is downloaded.
+
+    Raises:
+        CheckpointError: see `locate_checkpoint` and `read_checkpoint_header`.
+        ModelError: the model or published weights do not exist, or the download failed.
+    """
+    found, path = check_model_name(name), locate_checkpoint(weights)
+    header = read_checkpoint_header(path) if path is not None and is_safetensors(path) else None
+    if header is not None:
+        return header.trained_input if found.is_built_as(check_model_name(header.model)) else None
+    library = LIBRARIES[found.library]
+    if weights.startswith(HUB_SCHEMES) and not library.has_hub:  # loading raises the error
+        return None
+    return library.input(found.name, weights if path is None else str(path))
 
 
 def student_input(data: DataConfig) -> ModelInput:

@@ -10,8 +10,6 @@ from trainables.models.libraries.interface import Library, installed
 from trainables.models.libraries.ours import MODELS
 from trainables.user_code import model_parts, option_key
 
-__all__ = ["MODELS", "ModelName", "check_model_name", "library_of", "model_parts"]
-
 
 class ModelName(NamedTuple):
     """A key of LIBRARIES and the model's name there; `A+B`, two models, belongs to ours."""

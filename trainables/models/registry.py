@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 from trainables.errors import ModelError, first_line
 from trainables.models.forward import dry_forward, logits_and_aux, seeded
 from trainables.models.libraries import LIBRARIES
-from trainables.models.names import MODELS, check_model_name, model_parts
-from trainables.user_code import file_of
+from trainables.models.names import check_model_name
+from trainables.user_code import file_of, model_parts
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "construct"]
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 """Exceptions that a forward pass may raise."""

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.errors import ModelError
-from trainables.models.forward import dry_forward, seeded
-from trainables.models.libraries import declared_taps
+from trainables.models.forward import seeded
+from trainables.models.libraries import library_of_class
 from trainables.models.libraries.interface import DeclaredTaps
-from trainables.models.names import model_parts
-from trainables.models.tap_names import classifier, modules_before
+from trainables.models.tap_names import TapNames, classifier, modules_before
 from trainables.models.taps import Taps
+from trainables.user_code import model_parts
 
 
 class ReusedClassifier(nn.Module):
@@ -36,10 +36,10 @@ class ReusedClassifier(nn.Module):
         """
         super().__init__()
         student_name, teacher_name = model_parts(name)
-        teacher_taps = Taps(teacher, ("unpooled",), name=teacher_name, image_size=image_size)
-        (self._teacher_CHW,) = teacher_taps.shapes
-        teacher_taps.remove()
-        student_classifier, tap = classifier(trunk), _last_map(trunk, student_name, image_size)
+        self._teacher_CHW = TapNames(teacher, image_size, name=teacher_name).shape("unpooled")
+        # The last map is the pooled one, or the last stage's if hidden layers follow the pooling.
+        tap = "unpooled" if "unpooled" in TapNames(trunk, image_size, name=student_name).taps else "stage-1"
+        student_classifier = classifier(trunk)
         before = modules_before(trunk, tap, name=student_name, image_size=image_size)
         self._taps = Taps(trunk, (tap,), name=student_name, image_size=image_size)
         for path, module in list(trunk.named_modules()):
@@ -55,10 +55,10 @@ class ReusedClassifier(nn.Module):
 
     def declared_taps(self) -> DeclaredTaps:
         """The trunk's stages."""
-        trunk = declared_taps(self.trunk)
+        trunk = library_of_class(self.trunk).taps(self.trunk)
         stages, preacts = ([f"trunk.{path}" for path in paths] for paths in (trunk.stages, trunk.preacts))
         last_map = None if trunk.layout.channels_last else "projector"
-        return DeclaredTaps(trunk.stem and f"trunk.{trunk.stem}", stages, last_map, trunk.layout, None, preacts, trunk.blocks)
+        return DeclaredTaps(trunk.stem and f"trunk.{trunk.stem}", stages, last_map, trunk.layout, None, preacts)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Logits (B, K)."""
@@ -77,11 +77,8 @@ class ReusedClassifier(nn.Module):
 
         Raises ModelError: its classifier does not read the mean of its last map, or its image size differs from the student's.
         """
-        taps = Taps(teacher, ("unpooled", "pooled"), name=type(teacher).__name__, image_size=image_size)
-        with taps.capture():
-            dry_forward(teacher, image_size, training=False)
-            map_BDHW, pooled_BD = taps.pop()
-        taps.remove()
+        names = TapNames(teacher, image_size, name=type(teacher).__name__)
+        map_BDHW, pooled_BD = names.value("unpooled"), names.value("pooled")
         mean_BD = map_BDHW.mean((2, 3))
         if not mean_BD.is_meta and not torch.allclose(mean_BD, pooled_BD, rtol=1e-3, atol=1e-4):
             raise ModelError(
@@ -104,15 +101,6 @@ def projector(inputs: int, outputs: int) -> nn.Sequential:
         convolution = nn.Conv2d(before, after, kernel, padding=kernel // 2, bias=False)
         layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
     return nn.Sequential(*layers)
-
-
-def _last_map(trunk: nn.Module, name: str, image_size: int) -> str:
-    """Return the tap of the student's last map: the pooled one, or its last stage if hidden layers follow the pooling."""
-    try:
-        Taps(trunk, ("unpooled",), name=name, image_size=image_size).remove()
-    except ModelError:
-        return "stage-1"
-    return "unpooled"
 
 
 def build_reused(name: str, build: Callable[[str], nn.Module], *, image_size: int, seed: int) -> ReusedClassifier:

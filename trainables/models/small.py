@@ -5,12 +5,12 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 import math
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import nn
 
 from trainables.models.layers import init_convolutions
+from trainables.models.libraries.interface import DeclaredTaps
 
 
 class ConvNet(nn.Sequential):
@@ -18,9 +18,6 @@ class ConvNet(nn.Sequential):
 
     It accepts any image size of at least 2^(stages - 1) pixels.
     """
-
-    STAGES: tuple[str, ...]
-    UNPOOLED: ClassVar[str] = "pool:in"
 
     def __init__(self, num_classes: int, image_size: int = 8, *, widths: tuple[int, ...], convs_per_stage: int) -> None:
         super().__init__()
@@ -35,7 +32,7 @@ class ConvNet(nn.Sequential):
                 channels = width
             ends.append(len(layers) - 1)
         self.features = nn.Sequential(*layers)
-        self.STAGES = tuple(f"features.{index}" for index in (2, *ends))
+        self.declared_taps = DeclaredTaps("features.2", tuple(f"features.{index}" for index in ends), "pool:in")
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.head = nn.Linear(channels, num_classes)

@@ -26,7 +26,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainables.errors import ModelError, closest_matches
 from trainables.models.forward import COSINES, has_classifier
-from trainables.models.libraries import declared_taps
+from trainables.models.libraries import library_of_class
+from trainables.models.libraries.blocks import BLOCKS
 from trainables.models.libraries.interface import Tap, as_is
 from trainables.models.module_calls import BATCH, Call, last_call, record_calls
 
@@ -83,13 +84,13 @@ class TapNames:
         self.name = name
         self.calls = record_calls(model, image_size, training=False)
         self._modules = dict(model.named_modules())
-        self._declared = declared_taps(model)
+        self._declared = library_of_class(model).taps(model)
         self._preacts: dict[str, str] = {}
         """Block path → path of its last activation's input."""
         self._norms: dict[str, str | None] = {}
         """That path → path of the block's last norm."""
         for path, module in self._modules.items():
-            end = self._declared.blocks.get(f"{type(module).__module__}.{type(module).__name__}")
+            end = BLOCKS.get(f"{type(module).__module__}.{type(module).__name__}")
             if end is not None:
                 self._preacts[path] = f"{path}.{end.preact}" if end.preact else path
                 self._norms[self._preacts[path]] = f"{path}.{end.norm}" if end.norm else None
@@ -163,9 +164,13 @@ class TapNames:
             )
         return call
 
+    def value(self, tap: str) -> Tensor:
+        """Return a tap's value for `BATCH` blank images. Raises ModelError as `find` does."""
+        return self.read(tap)(self.find(tap).value)
+
     def shape(self, tap: str) -> tuple[int, ...]:
         """Return the shape of one sample at a tap. Raises ModelError as `find` does."""
-        return tuple(self.read(tap)(self.find(tap).value).shape[1:])
+        return tuple(self.value(tap).shape[1:])
 
     def read(self, tap: str) -> Callable[[Tensor], Tensor]:
         """Return the function from a call's value to the tap's; the identity for a module's path."""

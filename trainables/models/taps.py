@@ -27,15 +27,10 @@ class _Slot:
     capturing: bool = False
     tensor: Tensor | None = None
 
-    def store_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of a module whose input is tapped."""
+    def store(self, module: nn.Module, args: tuple[Any, ...], *output: Tensor) -> None:
+        """Forward hook of a module whose output is tapped, or pre-hook of one whose input is."""
         if self.capturing:
-            self.tensor = args[0]
-
-    def store_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """Forward hook of a module whose output is tapped."""
-        if self.capturing:
-            self.tensor = output
+            self.tensor = output[0] if output else args[0]
 
 
 class Taps:
@@ -59,7 +54,6 @@ class Taps:
         """
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise RuntimeError("install taps before model.compile(): a compiled forward ignores new hooks")
-        self._handles: list[Any] = []
         self._slots: list[_Slot] = []
         self.names, self.shapes, self.modules = (), (), ()
         if not names:
@@ -75,9 +69,9 @@ class Taps:
         for tap in self.names:
             slot, module = _Slot(found.read(tap)), model.get_submodule(calls[tap].path)
             if calls[tap].direction == "out":
-                self._handles.append(module.register_forward_hook(slot.store_output))
+                module.register_forward_hook(slot.store)
             else:
-                self._handles.append(module.register_forward_pre_hook(slot.store_input))
+                module.register_forward_pre_hook(slot.store)
             self._slots.append(slot)
 
     @contextmanager
@@ -103,13 +97,6 @@ class Taps:
         for slot in self._slots:
             slot.tensor = None
         return tuple(slot.read(tensor) for slot, tensor in zip(self._slots, tensors, strict=True) if tensor is not None)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._slots.clear()
-        self.names, self.shapes, self.modules = (), (), ()
 
 
 def _calls_in_training(model: nn.Module, image_size: int, name: str, taps: Mapping[str, Call]) -> dict[str, Call]:

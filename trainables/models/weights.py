@@ -25,13 +25,13 @@ from trainables.models.convert_state import TRAINED_WITH_CLASSES, converted, loa
 from trainables.models.foreign_files import is_npz
 from trainables.models.forward import COSINES, has_classifier
 from trainables.models.libraries import LIBRARIES
-from trainables.models.libraries.interface import WORDNET_ID, Library
+from trainables.models.libraries.interface import WORDNET_ID, Library, TrainedInput
 from trainables.models.libraries.timm import architecture
+from trainables.models.model_input import trained_input
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct
 from trainables.models.state_match import compare, describe, expected_tensors, find_matches, is_read, part_of
 from trainables.models.tap_names import last_layer
-from trainables.models.trained_input import TrainedInput, header_record, trained_input
 from trainables.models.weight_files import Candidate, check_values, read_candidates, read_safetensors, recorded_classes
 from trainables.notices import notice
 from trainables.user_code import file_of, option_key, read_source
@@ -277,10 +277,12 @@ def _find(name: str, weights: str, num_classes: int, key: str | None) -> _Weight
         raise CheckpointError(
             f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or choose another checkpoint"
         )
+    if key is not None and (path is None or header is not None or is_npz(path)):
+        raise CheckpointError(f"{weights}: weights_key {key!r} selects an entry of a file, but these are one model: leave it out")
     if header is not None:  # it records how the model was built; a model file that the user names is run instead of its own
         built = check_model_name(header.model)
         name, found = (name, found._replace(arguments=built.arguments)) if file_of(name) else (header.model, built)
-    record = header_record(header) if header is not None else _with_file_classes(trained_input(name, weights), path)
+    record = header.trained_input if header is not None else _with_file_classes(trained_input(name, weights), path)
     return _Weights(name, found, weights, path, header, record, record.num_classes if record else num_classes, None, key)
 
 
@@ -309,7 +311,6 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
     """Return the model with all classes of its weights, its tensors as stored, and whether it rescales its input."""
     path, name = source.path, source.name
     if path is None:
-        _refuse_key(source, "published weights hold one model")
         if source.found.arguments:  # check them first: the library would blame the download
             construct(name, num_classes=source.num_classes, image_size=image_size, seed=seed)
         with torch.random.fork_rng(devices=[]):  # libraries initialize parameters before they overwrite them
@@ -317,7 +318,6 @@ def _load(source: _Weights, image_size: int, seed: int) -> tuple[nn.Module, Mapp
         return model, model.state_dict(), bool(getattr(model, "transform_input", False))
     model = construct(source.built_name(), num_classes=source.built_classes, image_size=image_size, seed=seed)
     if is_npz(path):
-        _refuse_key(source, "an .npz file holds one model")
         load_npz(model, path, name, source.num_classes)
         state: Mapping[str, Tensor] = model.state_dict()
     else:
@@ -338,13 +338,6 @@ def _rebuilt_without_classifier(model: nn.Module, source: _Weights, image_size: 
     return bare
 
 
-def _refuse_key(source: _Weights, reason: str) -> None:
-    if source.key is not None:
-        raise CheckpointError(
-            f"{source.weights}: weights_key {source.key!r} selects an entry of a file, but {reason}: leave it out"
-        )
-
-
 def _refuse_other_arch(source: _Weights, arch: str) -> None:
     """Raise CheckpointError if the file records another model of the library, which may have equal tensors but compute
     something else, as tf_efficientnet_b0 and efficientnet_b0 do."""
@@ -362,7 +355,6 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
     own: dict[str, Tensor] = {}
     name, header = source.name, source.header
     if header is not None:
-        _refuse_key(source, "a raydistill checkpoint holds one model")
         for file in (path, *map(path.with_name, header.shards)):
             own |= {
                 key.removeprefix("model."): tensor for key, tensor in read_safetensors(file).items() if key.startswith("model.")

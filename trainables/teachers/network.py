@@ -21,10 +21,9 @@ from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod, select_methods
 from trainables.methods.tap_reader import TapReader
 from trainables.models.class_embeddings import ClassEmbeddings, output_width
-from trainables.models.model_input import teacher_input
+from trainables.models.model_input import teacher_input, trained_input
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
-from trainables.models.trained_input import trained_input
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import combine
 from trainables.teachers.interface import TeacherInterface, TeacherRequest

@@ -14,8 +14,8 @@ from trainables.engine.checkpoint import write_tensors
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.errors import CheckpointError, ClusterError, DistillError, ModelError
 from trainables.failures import Failure, Kind, WorkersFailedError
+from trainables.models.model_input import trained_input
 from trainables.models.registry import build_model
-from trainables.models.trained_input import trained_input
 from trainables.notices import notices_to
 
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from trainables.models.cifar.resnet import BasicBlock, CifarResNet
-from trainables.models.names import MODELS
+from trainables.models.libraries.ours import MODELS
 
 
 def shapes_only(name: str, num_classes: int = 10) -> CifarResNet:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.trainables.models.published import PUBLISHED, Net
-from trainables.models.names import MODELS
+from trainables.models.libraries.ours import MODELS
 from trainables.models.registry import construct
 from trainables.models.weights import load_teacher
 

@@ -9,7 +9,8 @@ import pytest
 
 from trainables.errors import CheckpointError
 from trainables.models.classes import class_rows
-from trainables.models.trained_input import TrainedInput, trained_input
+from trainables.models.libraries.interface import TrainedInput
+from trainables.models.model_input import trained_input
 from trainables.notices import notices_to
 
 IMAGENET = trained_input("resnet18", "DEFAULT")

@@ -8,7 +8,7 @@ from tests.trainables.models.test_libraries import built
 from trainables.errors import ModelError
 from trainables.models.cut_points import cut_points
 from trainables.models.libraries.interface import registered
-from trainables.models.names import MODELS
+from trainables.models.libraries.ours import MODELS
 from trainables.models.registry import construct
 
 pytestmark = pytest.mark.slow

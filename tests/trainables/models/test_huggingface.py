@@ -17,10 +17,10 @@ from trainables.engine import checkpoint
 from trainables.engine.dry_run import check_fit
 from trainables.errors import DistillError, ModelError
 from trainables.models.libraries import LIBRARIES
+from trainables.models.model_input import trained_input
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import build_model
 from trainables.models.taps import Taps
-from trainables.models.trained_input import trained_input
 from trainables.models.weights import begin_with, load_teacher
 from trainables.notices import notices_to
 

@@ -7,7 +7,9 @@ import pytest
 from trainables.config.models import with_arguments
 from trainables.errors import ModelError
 from trainables.models.libraries.interface import registered
-from trainables.models.names import MODELS, ModelName, check_model_name, model_parts
+from trainables.models.libraries.ours import MODELS
+from trainables.models.names import ModelName, check_model_name
+from trainables.user_code import model_parts
 
 
 def test_the_names_read_from_sources_are_those_that_torchvision_registers() -> None:

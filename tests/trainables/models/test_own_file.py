@@ -9,8 +9,8 @@ from tests.trainables.jobs import config, train
 from trainables.distributed.group import Group
 from trainables.errors import DistillError, ModelError
 from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.models.model_input import trained_input
 from trainables.models.registry import build_model
-from trainables.models.trained_input import trained_input
 from trainables.models.weights import load_teacher, teacher_sha256
 from trainables.rundir import StageDir
 
@@ -157,5 +157,5 @@ def test_what_is_wrong_with_the_file_is_one_line_that_names_it(name: str, num_cl
 
 
 def test_a_model_in_a_file_has_no_published_weights(file: Path) -> None:
-    with pytest.raises(ModelError, match=r"net\.py:Net is a model in a file and has no published weights 'DEFAULT'"):
+    with pytest.raises(ModelError, match=r"net\.py:Net has no published weights 'DEFAULT'"):
         load_teacher(f"{file}:Net", "DEFAULT", image_size=8, classes=["a", "b"], seed=0)

@@ -6,7 +6,8 @@ from tests.trainables.models.small_families import NoDraws
 from trainables.config import StudentConfig
 from trainables.errors import ModelError
 from trainables.models.forward import logits_and_aux
-from trainables.models.registry import MODELS, build_model, check_forward, construct
+from trainables.models.libraries.ours import MODELS
+from trainables.models.registry import build_model, check_forward, construct
 from trainables.models.tap_names import classifier, without_classifier
 from trainables.models.taps import Taps
 

@@ -15,6 +15,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ModelError
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.forward import seeded
+from trainables.models.libraries.interface import DeclaredTaps
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.models.tap_names import classifier
@@ -81,7 +82,7 @@ def test_models_that_cannot_be_joined_are_refused_in_one_line(name: str, says: s
 class Normed(nn.Module):
     """Classifies its normalized pooled map."""
 
-    STAGES, UNPOOLED = ("body",), "body"
+    declared_taps = DeclaredTaps("body", map="body")
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def test_a_teacher_that_classifies_something_else_than_the_mean_of_its_map_is_re
 class EndsWithNorm(nn.Module):
     """A student whose last map is what a batch norm gives."""
 
-    STAGES, UNPOOLED = ("stage1.0",), "stage1.1"
+    declared_taps = DeclaredTaps("stage1.0", map="stage1.1")
 
     def __init__(self) -> None:
         super().__init__()

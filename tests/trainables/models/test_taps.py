@@ -16,7 +16,7 @@ from trainables.models.forward import logits_and_aux, seeded
 from trainables.models.model_input import ModelInput
 from trainables.models.pixels import take_pixels
 from trainables.models.registry import construct
-from trainables.models.tap_names import classifier, list_taps
+from trainables.models.tap_names import TapNames, classifier, list_taps
 from trainables.models.taps import Taps
 
 
@@ -192,14 +192,6 @@ def test_taps_of_several_models_and_several_taps_of_one_model_do_not_meet() -> N
     assert torch.equal(before.relu(), after)
 
 
-def test_removed_taps_leave_no_hook() -> None:
-    model = build("resnet", 32)
-    taps = Taps(model, ["stem", "stages.preact", "pooled"], name="resnet", image_size=32)
-    assert any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    taps.remove()
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 def test_a_method_without_taps_installs_nothing() -> None:
     model = build("resnet", 32)
     taps = Taps(model, [], name="resnet", image_size=32)
@@ -216,12 +208,12 @@ def test_looking_for_points_moves_neither_generator_nor_statistics_nor_modes() -
     modes = [module.training for module in model.modules()]
     generator = torch.get_rng_state()
     list_taps(model, 32, every=True)
-    Taps(model, ["stages", "pooled"], name="mobilenet_v2", image_size=32).remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    Taps(model, ["stages", "pooled"], name="mobilenet_v2", image_size=32)
     assert torch.equal(generator, torch.get_rng_state())
     assert modes == [module.training for module in model.modules()]
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_names_and_shapes_of_points_are_those_that_taps_take() -> None:
@@ -373,9 +365,8 @@ def test_a_compiled_model_is_refused() -> None:
 def test_the_classifier_is_the_final_linear_layer(name: str, image_size: int, path: str) -> None:
     model = unchanged(name, image_size)
     assert classifier(model) is model.get_submodule(path)
-    taps = Taps(model, ["pooled", path], name=name, image_size=image_size)
-    pooled, logits = taps.shapes
-    taps.remove()
+    names = TapNames(model, image_size, name=name)
+    pooled, logits = names.shape("pooled"), names.shape(path)
     assert pooled == (classifier(model).in_features,)
     assert logits == (10,)
 
@@ -420,7 +411,6 @@ def popped(model: nn.Module, taps: list[str], image_size: int) -> list[Tensor]:
         model(images(image_size))
         found = tapped.pop()
     assert tuple(tuple(tensor.shape[1:]) for tensor in found) == tapped.shapes
-    tapped.remove()
     return list(found)
 
 

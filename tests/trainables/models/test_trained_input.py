@@ -7,8 +7,8 @@ import pytest
 
 from trainables.engine import checkpoint
 from trainables.errors import ModelError
+from trainables.models.model_input import trained_input
 from trainables.models.registry import build_model
-from trainables.models.trained_input import trained_input
 
 CIFAR = {"mean": [0.5071, 0.4867, 0.4408], "std": [0.2675, 0.2565, 0.2761]}
 

@@ -241,7 +241,7 @@ def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None
     assert "choose from IMAGENET1K_V1, DEFAULT" in refusal("mine", "resnet18")
     assert "has 1000 classes, none of them 'cat', and the data has 4" in refusal("DEFAULT", "resnet18")
     assert "IMAGENET1K_FEATURES of vgg16 has no classifier" in refusal("IMAGENET1K_FEATURES", "vgg16")
-    assert "convnet_small is one of raydistill's own models and has no published weights 'DEFAULT'" in refusal("DEFAULT")
+    assert "convnet_small has no published weights 'DEFAULT'" in refusal("DEFAULT")
     assert "does not accept these arguments" in refusal("DEFAULT", "resnet18(depth=3)", **THOUSAND)
     assert "set teacher.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", **THOUSAND, image_size=64)
 

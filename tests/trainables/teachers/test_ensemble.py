@@ -266,7 +266,6 @@ def pooled(model: nn.Module, name: str, images_BCHW: Tensor) -> Tensor:
     with torch.no_grad(), taps.capture():
         model(images_BCHW)
         (found_BD,) = taps.pop()
-    taps.remove()
     return found_BD
 
 

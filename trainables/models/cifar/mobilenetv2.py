@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from trainables.models.layers import init_convolutions, stage
+from trainables.models.libraries.interface import DeclaredTaps
 
 
 class InvertedResidual(nn.Module):
@@ -45,8 +46,7 @@ class InvertedResidual(nn.Module):
 class CifarMobileNetV2(nn.Sequential):
     """MobileNetV2 with `width` times the paper's channels, expansion 6; the last convolution keeps 1280."""
 
-    STAGES: ClassVar[tuple[str, ...]] = ("stem", "layer1", "layer2", "layer3", "layer4")
-    UNPOOLED: ClassVar[str] = "avgpool:in"
+    declared_taps = DeclaredTaps("stem", ("layer1", "layer2", "layer3", "layer4"), "avgpool:in")
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
         "conv1.": "stem.",
         "blocks.0.": "layer1.0.",

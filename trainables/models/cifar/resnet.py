@@ -15,12 +15,11 @@ Every activation is a separate module and not in place, so that its input can be
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
 from trainables.models.layers import init_convolutions, stage
+from trainables.models.libraries.interface import DeclaredTaps
 
 
 class BasicBlock(nn.Module):
@@ -49,8 +48,7 @@ class BasicBlock(nn.Module):
 class CifarResNet(nn.Sequential):
     """A ResNet with `depth` weighted layers; `widths` are the channels of the stem and of the three stages."""
 
-    STAGES: ClassVar[tuple[str, ...]] = ("relu", "layer1", "layer2", "layer3")
-    UNPOOLED: ClassVar[str] = "avgpool:in"
+    declared_taps = DeclaredTaps("relu", ("layer1", "layer2", "layer3"), "avgpool:in")
 
     def __init__(
         self, num_classes: int, image_size: int = 32, *, depth: int, widths: tuple[int, int, int, int] = (16, 16, 32, 64)
@@ -102,8 +100,7 @@ class Bottleneck(nn.Module):
 class CifarResNet50(nn.Sequential):
     """Stem of 64 channels, stages of 3, 4, 6 and 3 bottlenecks with 256, 512, 1024 and 2048 channels."""
 
-    STAGES: ClassVar[tuple[str, ...]] = ("relu", "layer1", "layer2", "layer3", "layer4")
-    UNPOOLED: ClassVar[str] = "avgpool:in"
+    declared_taps = DeclaredTaps("relu", ("layer1", "layer2", "layer3", "layer4"), "avgpool:in")
 
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()

@@ -8,12 +8,11 @@ Every activation is a separate module and not in place; the input of a stage's l
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
 from trainables.models.layers import stage
+from trainables.models.libraries.interface import DeclaredTaps
 
 STEM = 24
 
@@ -117,8 +116,7 @@ class UnitV2(nn.Module):
 class CifarShuffleNetV1(nn.Sequential):
     """Stages of 4, 8 and 4 units with 240, 480 and 960 channels. Initial parameters are torch's own, as in RepDistiller."""
 
-    STAGES: ClassVar[tuple[str, ...]] = ("relu", "layer1", "layer2", "layer3")
-    UNPOOLED: ClassVar[str] = "avgpool:in"
+    declared_taps = DeclaredTaps("relu", ("layer1", "layer2", "layer3"), "avgpool:in")
 
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()
@@ -136,8 +134,7 @@ class CifarShuffleNetV1(nn.Sequential):
 class CifarShuffleNetV2(nn.Sequential):
     """Stages of 4, 8 and 4 units with 116, 232 and 464 channels, and a 1×1 convolution to 1024."""
 
-    STAGES: ClassVar[tuple[str, ...]] = ("relu1", "layer1", "layer2", "layer3")
-    UNPOOLED: ClassVar[str] = "avgpool:in"
+    declared_taps = DeclaredTaps("relu1", ("layer1", "layer2", "layer3"), "avgpool:in")
 
     def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import nn
 
 from trainables.models.layers import init_convolutions
+from trainables.models.libraries.interface import DeclaredTaps
 
 WIDTHS = (64, 128, 256, 512, 512)
 CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -22,8 +23,7 @@ CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16
 class CifarVgg(nn.Sequential):
     """`depth` is a key of CONVOLUTIONS. Groups are layer0 to layer4 with their last ReLU; RepDistiller taps the last four."""
 
-    STAGES: ClassVar[tuple[str, ...]] = ("layer0", "layer1", "layer2", "layer3", "layer4")
-    UNPOOLED: ClassVar[str] = "avgpool:in"
+    declared_taps = DeclaredTaps("layer0", ("layer1", "layer2", "layer3", "layer4"), "avgpool:in")
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {"block": "layer"}
     """Name parts in RepDistiller's and mdistiller's files → this model's."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from trainables.models.layers import init_convolutions, stage
+from trainables.models.libraries.interface import DeclaredTaps
 
 
 class PreActivationBlock(nn.Module):
@@ -44,9 +45,9 @@ class PreActivationBlock(nn.Module):
 class CifarWideResNet(nn.Sequential):
     """A wide ResNet with `depth` layers, not counting shortcuts, and stages `widen` times as wide as 16, 32 and 64."""
 
-    STAGES: ClassVar[tuple[str, ...]] = ("conv1", "layer1", "layer2", "layer3")
-    PREACTS: ClassVar[tuple[str, ...]] = ("layer2.0.bn1", "layer3.0.bn1", "bn1")
-    UNPOOLED: ClassVar[str] = "avgpool:in"
+    declared_taps = DeclaredTaps(
+        "conv1", ("layer1", "layer2", "layer3"), "avgpool:in", preacts=("layer2.0.bn1", "layer3.0.bn1", "bn1")
+    )
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
         "block1.layer.": "layer1.",
         "block2.layer.": "layer2.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainables.models.libraries.huggingface import HuggingFace
-from trainables.models.libraries.interface import DeclaredTaps, Library
+from trainables.models.libraries.interface import Library
 from trainables.models.libraries.ours import Ours
 from trainables.models.libraries.own_file import OwnFile
 from trainables.models.libraries.timm import Timm
@@ -18,8 +18,7 @@ _ALL = (OwnFile(), Ours(), Torchvision(), Timm(), HuggingFace())
 LIBRARIES: dict[str, Library] = {library.name: library for library in _ALL}
 
 
-def declared_taps(model: nn.Module) -> DeclaredTaps:
-    """Return the taps that the library of the model's class declares; other classes may define `declared_taps` themselves."""
-    owner = next((library for library in LIBRARIES.values() if library.owns(model)), None)
-    declared: DeclaredTaps = owner.taps(model) if owner else getattr(model, "declared_taps", DeclaredTaps)()
-    return declared
+def library_of_class(model: nn.Module) -> Library:
+    """Return the library of a model's class, ours for a class of none."""
+    module = type(model).__module__
+    return next((library for library in _ALL if module.startswith(library.modules)), LIBRARIES["ours"])

@@ -8,7 +8,7 @@ Shapes: B batch, D features.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,10 +83,8 @@ class HuggingFace(Library):
     a pooler, as most of their files have none."""
 
     name = "transformers"
+    modules = "transformers."
     has_hub = True
-
-    def names(self) -> Collection[str]:
-        return ()
 
     def find(self, name: str) -> str | None:
         """Read the config.json of a folder or repository."""
@@ -171,19 +169,9 @@ class HuggingFace(Library):
     def has_fixed_size(self, name: str) -> bool:
         return FAMILIES[_vision(source_config(name))["model_type"]].has_positions
 
-    def default_size(self, name: str) -> int | None:
-        return _record(name).image_size
-
     def name_for_file(self, name: str, path: Path) -> str:
         """Return the file's folder if transformers saved a config there: tensors do not show an activation or an epsilon."""
         return name if self.input(name, str(path)) is None else _of_same_kind(name, f"{FOLDER_SCHEME}{path.parent}")
-
-    def owns(self, model: nn.Module) -> bool:
-        return type(model).__module__.startswith("transformers.")
-
-    def taps(self, model: nn.Module) -> DeclaredTaps:
-        declared: DeclaredTaps = getattr(model, "declared", DeclaredTaps())
-        return declared
 
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
         converted, found = _loaded(model, None, state_dict=state)
@@ -250,7 +238,7 @@ def _prepare(model: Any, num_classes: int) -> None:
             parameter.requires_grad_(False)
     ends = list(base.get_submodule(family.stages)) if family.stages else []
     model.num_classes = num_classes
-    model.declared = DeclaredTaps(
+    model.declared_taps = DeclaredTaps(
         f"{prefix}embeddings" if family is _CNN else None,
         [f"{prefix}{family.stages}.{index}" for index in range(len(ends))],
         f"{prefix}last_hidden_state",

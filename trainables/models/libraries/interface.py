@@ -49,15 +49,6 @@ class TrainedInput(NamedTuple):
     """WordNet ids of ImageNet classes in label order; () if unknown."""
 
 
-class BlockEnd(NamedTuple):
-    """The last activation and norm of a block, as paths inside it."""
-
-    preact: str
-    """The input of the last activation, such as `relu:in`; empty for the block's output if it ends without an activation."""
-    norm: str | None = None
-    """The last norm on the main branch, or a module that ends with it; None if there is none."""
-
-
 def as_is(value: Tensor) -> Tensor:
     return value
 
@@ -109,21 +100,21 @@ class DeclaredTaps(NamedTuple):
     embedding: Tap | None = None
     """The features of an image, (B, D); None for the mean of the map."""
     preacts: Sequence[str] = ()
-    """Path of each stage's value before its last activation; if empty, `blocks` determines it."""
-    blocks: Mapping[str, BlockEnd] = {}
-    """Qualified class name → the end of such a block. Other stages have a `preact` only if an activation ends them."""
+    """Path of each stage's value before its last activation; if empty, `blocks.BLOCKS` determines it."""
 
 
 class Library(ABC):
     """Looks up and builds models by name. Heavy packages are imported only when a model or a record is requested."""
 
     name: ClassVar[str]
+    modules: ClassVar[str]
+    """How the modules of its models' classes begin."""
     has_hub: ClassVar[bool] = False
     """Whether it loads repositories from the Hugging Face Hub."""
 
-    @abstractmethod
     def names(self) -> Collection[str]:
         """Return the names of its classifiers in the order to list them; empty if the library is not installed."""
+        return ()
 
     def find(self, name: str) -> str | None:
         """Return the library's own name for `name`, or None if the model is not its own.
@@ -142,23 +133,23 @@ class Library(ABC):
         library's own exception propagates.
         """
 
-    @abstractmethod
     def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
         """Build a model with published weights and all their classes, from the library's cache or a download.
 
         Raises ModelError: there are no such weights, the download failed, or they do not take this image size.
         """
+        raise ModelError(f"{name} has no published weights {weights!r}: give the path of a checkpoint or of a file with weights")
 
-    @abstractmethod
     def input(self, name: str, weights: str) -> TrainedInput | None:
         """Return the record of published weights, or of a weight file's folder; None if there is none.
 
         Raises ModelError: there are no such weights.
         """
+        return None
 
-    @abstractmethod
     def has_fixed_size(self, name: str) -> bool:
         """Whether the model's parameters depend on the image size."""
+        return False
 
     def constructor(self, name: str, num_classes: int, image_size: int, kwargs: Mapping[str, Any]) -> list[str]:
         """Return lines of Python that build `model` as `create` does. By default they import this package.
@@ -173,13 +164,11 @@ class Library(ABC):
         """Return the image height and width that the model is designed for, or None if the library does not record it."""
         return record.image_size if (record := self.input(name, "DEFAULT")) else None
 
-    @abstractmethod
-    def owns(self, model: nn.Module) -> bool:
-        """Whether the model's class belongs to this library."""
-
-    @abstractmethod
     def taps(self, model: nn.Module) -> DeclaredTaps:
-        """Return the declared taps of a model that it owns."""
+        """Return the declared taps of a model of a class of this library; by default those that the model itself declares."""
+        declared: Any = getattr(model, "declared_taps", DeclaredTaps())
+        taps: DeclaredTaps = declared() if callable(declared) else declared
+        return taps
 
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
         """Convert weights with other names or for another image size as the library does; empty if it cannot."""

@@ -6,8 +6,7 @@ import pkgutil
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainables.errors import ModelError
-from trainables.models.libraries.interface import BlockEnd, DeclaredTaps, Library, TrainedInput
+from trainables.models.libraries.interface import Library
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,19 +52,10 @@ MODELS: dict[str, Builder] = {
 }
 """Names may be written with hyphens."""
 
-BLOCKS = {
-    "trainables.models.cifar.resnet.BasicBlock": BlockEnd("relu2:in", "bn2"),
-    "trainables.models.cifar.resnet.Bottleneck": BlockEnd("relu3:in", "bn3"),
-    "trainables.models.cifar.mobilenetv2.InvertedResidual": BlockEnd("", "conv"),
-    "trainables.models.cifar.shufflenet.UnitV1": BlockEnd("relu3:in", "bn3"),
-    "trainables.models.cifar.shufflenet.UnitV2": BlockEnd("relu:in"),  # half of its input comes from no norm
-}
-
 
 class Ours(Library):
-    """Each model class declares its taps: `STAGES` (stem and stages), `UNPOOLED`, and `PREACTS` if `BLOCKS` has none for it."""
-
     name = "ours"
+    modules = "trainables."
 
     def names(self) -> Collection[str]:
         return MODELS
@@ -81,24 +71,8 @@ class Ours(Library):
         model: nn.Module = build(num_classes or 1, image_size, **{**builder.options, **kwargs})
         return model if num_classes else without_classifier(model)
 
-    def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
-        raise ModelError(
-            f"{name} is one of raydistill's own models and has no published weights {weights!r}: give a checkpoint's path"
-        )
-
-    def input(self, name: str, weights: str) -> TrainedInput | None:
-        return None
-
     def has_fixed_size(self, name: str) -> bool:
         return name.startswith("mlp_")
 
     def default_size(self, name: str) -> int | None:
         return 32 if MODELS[name].path.startswith("cifar.") else None
-
-    def owns(self, model: nn.Module) -> bool:
-        return hasattr(model, "STAGES")
-
-    def taps(self, model: nn.Module) -> DeclaredTaps:
-        declared: Any = model
-        stem, *stages = declared.STAGES
-        return DeclaredTaps(stem, stages, declared.UNPOOLED, preacts=getattr(model, "PREACTS", ()), blocks=BLOCKS)

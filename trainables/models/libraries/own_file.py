@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainables.errors import DistillError, ModelError, first_line
-from trainables.models.libraries.interface import DeclaredTaps, Library, TrainedInput
+from trainables.models.libraries.interface import Library
 from trainables.user_code import MODULE_PREFIX, file_of, module_of, option_key
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ class OwnFile(Library):
     """NAME is called with `num_classes`, and `image_size` if its signature has it. With 0 classes the model returns features."""
 
     name = "file"
-
-    def names(self) -> Collection[str]:
-        return ()
+    modules = MODULE_PREFIX
 
     def find(self, name: str) -> str | None:
         """Return `name` with the file's path, or its copy's if this process uses copies. The file need not exist."""
@@ -50,20 +48,3 @@ class OwnFile(Library):
         if not num_classes:
             model.num_classes = 0  # type: ignore[assignment]
         return model
-
-    def published(self, name: str, weights: str, image_size: int, kwargs: Mapping[str, Any]) -> nn.Module:
-        raise ModelError(f"{name} is a model in a file and has no published weights {weights!r}: give a weight file's path")
-
-    def input(self, name: str, weights: str) -> TrainedInput | None:
-        return None
-
-    def has_fixed_size(self, name: str) -> bool:
-        return False
-
-    def owns(self, model: nn.Module) -> bool:
-        return type(model).__module__.startswith(MODULE_PREFIX)
-
-    def taps(self, model: nn.Module) -> DeclaredTaps:
-        declared: Any = getattr(model, "declared_taps", DeclaredTaps())
-        taps: DeclaredTaps = declared() if callable(declared) else declared
-        return taps

@@ -18,7 +18,6 @@ from trainables.config.models import FOLDER_SCHEME, HUB_SCHEMES
 from trainables.errors import ModelError, closest_matches, first_line
 from trainables.models.libraries.interface import (
     WORDNET_ID,
-    BlockEnd,
     DeclaredTaps,
     Layout,
     Library,
@@ -53,20 +52,11 @@ OTHER_MAPS = {
 }
 POOLS = ("attn_pool", "fc_norm")
 """Modules that pool a transformer's tokens or normalize the pooled vector; a model with neither is read at its class token."""
-BLOCKS = {
-    "timm.models.resnet.BasicBlock": BlockEnd("act2:in", "bn2"),
-    "timm.models.resnet.Bottleneck": BlockEnd("act3:in", "bn3"),
-    "timm.models._efficientnet_blocks.InvertedResidual": BlockEnd("", "bn3"),
-    "timm.models._efficientnet_blocks.DepthwiseSeparableConv": BlockEnd("", "bn2"),
-    "timm.models._efficientnet_blocks.EdgeResidual": BlockEnd("", "bn2"),
-    "timm.models._efficientnet_blocks.ConvBnAct": BlockEnd("bn1.act:in", "bn1"),
-    "timm.models.convnext.ConvNeXtStage": BlockEnd(""),
-    "timm.models.swin_transformer.SwinTransformerStage": BlockEnd(""),
-}
 
 
 class Timm(Library):
     name = "timm"
+    modules = "timm."
     has_hub = True
 
     def names(self) -> Collection[str]:
@@ -162,9 +152,6 @@ class Timm(Library):
         published = timm.get_pretrained_cfg(architecture(name))  # exists for models without weights, too
         return published.input_size[-1] if published is not None else None
 
-    def owns(self, model: nn.Module) -> bool:
-        return type(model).__module__.startswith("timm.")
-
     def taps(self, model: nn.Module) -> DeclaredTaps:
         """Read `feature_info`. A ViT's blocks of equal resolution are not stages, nor Hiera's, with tokens in window order."""
         from torch import nn
@@ -185,9 +172,9 @@ class Timm(Library):
         embedding = next(map(Tap, pools), None)
         if getattr(model, "cls_token", None) is not None and last_map is not None:
             if not layout.num_prefix_tokens:  # the model does not record the position of its class token
-                return DeclaredTaps(stem, stages, blocks=BLOCKS)
+                return DeclaredTaps(stem, stages)
             embedding = embedding or Tap(last_map, first_token, "class token")
-        return DeclaredTaps(stem, stages, last_map, layout, embedding, blocks=BLOCKS)
+        return DeclaredTaps(stem, stages, last_map, layout, embedding)
 
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
         convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainables.errors import ModelError, first_line
 from trainables.models.libraries.interface import (
-    BlockEnd,
     DeclaredTaps,
     Layout,
     Library,
@@ -57,24 +56,11 @@ CHAINS: dict[str, tuple[str, int, int | None, str, str]] = {
 
 A stage ends before a module that halves the map. VGG's stem is its first activation.
 """
-BLOCKS = {
-    "torchvision.models.resnet.BasicBlock": BlockEnd("relu:in", "bn2"),
-    "torchvision.models.resnet.Bottleneck": BlockEnd("relu:in", "bn3"),
-    "torchvision.models.regnet.ResBottleneckBlock": BlockEnd("activation:in", "f"),
-    "torchvision.models.mobilenetv2.InvertedResidual": BlockEnd("", "conv"),
-    "torchvision.models.mobilenetv3.InvertedResidual": BlockEnd("", "block"),
-    "torchvision.models.efficientnet.MBConv": BlockEnd("", "block"),
-    "torchvision.models.efficientnet.FusedMBConv": BlockEnd("", "block"),
-    "torchvision.models.mnasnet._InvertedResidual": BlockEnd("", "layers"),
-    "torchvision.models.convnext.CNBlock": BlockEnd(""),
-    "torchvision.models.swin_transformer.SwinTransformerBlock": BlockEnd(""),
-    "torchvision.models.swin_transformer.SwinTransformerBlockV2": BlockEnd(""),
-    "torchvision.models.maxvit.MaxVitBlock": BlockEnd(""),
-}
 
 
 class Torchvision(Library):
     name = "torchvision"
+    modules = "torchvision."
 
     def names(self) -> Collection[str]:
         return registered("torchvision")
@@ -143,15 +129,12 @@ class Torchvision(Library):
     def has_fixed_size(self, name: str) -> bool:
         return bool(_size_options(name, 0))
 
-    def owns(self, model: nn.Module) -> bool:
-        return type(model).__module__.startswith("torchvision.")
-
     def taps(self, model: nn.Module) -> DeclaredTaps:
         from torch import nn
 
         family = type(model).__name__
         if family in FAMILIES:
-            return FAMILIES[family]._replace(blocks=BLOCKS)
+            return FAMILIES[family]
         if family not in CHAINS:
             return DeclaredTaps()
         path, first, stop, stem, last_map = CHAINS[family]
@@ -159,7 +142,7 @@ class Torchvision(Library):
         indices = range(len(chain))[first:stop]
         stages = [f"{path}.{index}" for index in indices if index == indices[-1] or _halves(chain[index + 1])]
         stem = stem or f"{path}.{next(index for index, each in enumerate(chain) if isinstance(each, nn.ReLU))}"
-        return DeclaredTaps(stem, stages, last_map, blocks=BLOCKS)
+        return DeclaredTaps(stem, stages, last_map)
 
     def convert(self, model: nn.Module, state: dict[str, Tensor], image_size: int) -> Mapping[str, Tensor]:
         from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
