@@ -169,10 +169,8 @@ class RowFormat:
         return f"{self.feature_dtype} changes {', '.join(texts)}, as the norm of the differences over that of the features"
 
     def __str__(self) -> str:
-        names = {
-            name.removeprefix("feature "): f" {'×'.join(map(str, shape))}" for name, (_, shape) in self.columns.items() if shape
-        }
-        return " + ".join(map("".join, names.items()))
+        shapes = {name.removeprefix("feature "): shape for name, (_, shape) in self.columns.items() if shape}
+        return " + ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
 
     @cached_property
     def row(self) -> np.dtype[Any]:

@@ -14,11 +14,10 @@ from trainables.models.libraries.torchvision import Torchvision
 if TYPE_CHECKING:
     from torch import nn
 
-_ALL = (OwnFile(), Ours(), Torchvision(), Timm(), HuggingFace())
-LIBRARIES: dict[str, Library] = {library.name: library for library in _ALL}
+LIBRARIES: dict[str, Library] = {library.name: library for library in (OwnFile(), Ours(), Torchvision(), Timm(), HuggingFace())}
 
 
 def library_of_class(model: nn.Module) -> Library:
     """Return the library of a model's class, ours for a class of none."""
     module = type(model).__module__
-    return next((library for library in _ALL if module.startswith(library.modules)), LIBRARIES["ours"])
+    return next((library for library in LIBRARIES.values() if module.startswith(library.modules)), LIBRARIES["ours"])
