@@ -1,6 +1,7 @@
 """Connects to the Ray of RAY_ADDRESS, or starts a local one."""
 
 import contextlib
+import http.client
 import logging
 import os
 import secrets
@@ -8,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster import local_ray
-from service.cluster.open_ray import warn_if_unauthenticated
 from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes
-from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError, first_line
 from trainables.metrics.telemetry import usable_cores
 from trainables.notices import notice
@@ -83,6 +83,42 @@ def connect(
         local_ray.shut_down()
 
 
+def check_shared(folder: Path, name: str, instead: str, *, read_only: bool = False) -> None:
+    """Refuse a folder that some node does not share or cannot write to, where files would be lost.
+
+    Messages call the folder `name` and end with the remedy `instead`. With `read_only` it only has to exist on all nodes.
+
+    Raises ClusterError: names the node.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def problem(path: str) -> str | None:
+        if not os.path.exists(path):
+            return "is not shared: {} does not see it"
+        return None if read_only or os.access(os.path.dirname(path), os.W_OK | os.X_OK) else "cannot be written by {}"
+
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != ray.get_runtime_context().get_node_id()]
+    if not others:
+        return
+    if not read_only:
+        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.nullcontext() if read_only else tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder) as probe:
+        strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in others]
+        task, path = ray.remote(problem), str(folder) if probe is None else probe.name
+        answers = [task.options(num_cpus=0, scheduling_strategy=strategy).remote(path) for strategy in strategies]
+        for node, answer in zip(others, answers, strict=True):
+            where = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            try:
+                found = ray.get(answer, timeout=60)
+            except ray.exceptions.RayError as error:
+                if node["NodeID"] not in {now.node_id for now in living_nodes().nodes}:
+                    continue  # it has just died
+                raise ClusterError(f"{where} does not answer: remove it from the cluster, or wait until Ray does") from error
+            if found is not None:
+                raise ClusterError(f"{name} {found.format(where)}; {instead}")
+
+
 def set_ray_environment() -> None:
     """Set the environment variables that Ray reads at import or start."""
     # The controller notices a trial's end at its next poll: the default of 2 s is long for a short trial.
@@ -115,7 +151,7 @@ def _start_ray(logical_cpus: int) -> None:
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
         # Ray makes session folders world-writable: anyone who can write there can run code as the workers' user.
         folder = user_folder(session_base()) / "ray"
-        make_token()
+        set_token()
         host, port = "127.0.0.1", free_port()
         # Ray Train asks for the state of its actors, by default the Ray of the last `ray start` on this machine: if that one was
         # killed, the end of each worker group waits 10 s for it.
@@ -174,29 +210,10 @@ def shorten_tmpdir() -> None:
         )
 
 
-def make_token() -> None:
-    """Create a private Ray token, or make an existing one private. Ray would create one with the permissions of the umask.
-
-    Where the home folder cannot be written, the token is in the environment of this process and of those that Ray starts.
-    """
-    token = Path("~/.ray/auth_token").expanduser()
-    named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-    is_wanted = not named and os.environ.get("RAY_AUTH_MODE", "token") == "token"
-    try:
-        token.parent.mkdir(mode=0o700, exist_ok=True)
-        if not token.exists() and is_wanted:
-            whole = token.with_name(f".auth_token.{os.getpid()}")
-            whole.unlink(missing_ok=True)
-            with open(whole, "x", opener=partial(os.open, mode=0o600)) as file:
-                file.write(secrets.token_hex(32))
-            try:
-                os.link(whole, token)  # whole at once, and never in place of another process's
-            finally:
-                whole.unlink()
-        token.chmod(0o600)
-    except OSError:
-        if is_wanted and not os.path.exists(token):
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+def set_token() -> None:
+    """Give a local Ray a token of its own, which only this user's processes can read. Ray would write one to the home folder."""
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _why_no_ray(error: Exception) -> str:
@@ -239,3 +256,20 @@ def packages() -> dict[str, list[str]]:
     """Return the part of a runtime environment that copies both packages to a cluster's nodes."""
     here = Path(__file__).parents[1]
     return {"py_modules": [str(here), str(here.parent / "trainables")]}
+
+
+def warn_if_unauthenticated(dashboard: str) -> None:
+    """Raise a notice if the Ray with this `dashboard`, http://HOST:PORT, runs code from anyone who can connect.
+
+    A dashboard that cannot be reached from here causes no notice.
+    """
+    try:
+        with urllib.request.urlopen(f"{dashboard}/api/version", timeout=5) as answer:
+            text = answer.read(10_000)
+    except (OSError, http.client.HTTPException):  # including status 401
+        return
+    if b'"ray_version"' in text:  # not a login page
+        notice(
+            f"the Ray at {dashboard} requires no token: anyone who can reach this address can run code as its owner; "
+            "start it with a token: `ray get-auth-token --generate` before `ray start`"
+        )

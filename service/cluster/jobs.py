@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.cluster.connect import packages
-from service.cluster.open_ray import warn_if_unauthenticated
+from service.cluster.connect import packages, warn_if_unauthenticated
 from trainables.errors import ClusterError, first_line
 
 if TYPE_CHECKING:

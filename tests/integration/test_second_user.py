@@ -80,10 +80,8 @@ def test_what_a_run_has_on_this_machine_is_closed_to_another_user(distill: Disti
     done = as_nobody(script, base, *writable[:200])
     assert done.stdout == ""
     assert "Permission denied" in done.stderr
-    # The token, by which a job could be submitted.
-    token = shared / "home" / ".ray" / "auth_token"
-    assert oct(token.stat().st_mode & 0o777) == "0o600"
-    assert as_nobody('cat "$1"', token).stdout == ""
+    # The token, by which a job could be submitted, is in no file; its processes have it in their environment, see below.
+    assert not (shared / "home" / ".ray" / "auth_token").exists()
     # Every port is one of loopback, and whoever reaches it needs the token.
     ports = listening(running.family())
     assert ports

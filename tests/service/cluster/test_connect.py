@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.connect import check_ray_address, excess_bytes, make_token, shorten_tmpdir
+from service.cluster.connect import check_ray_address, excess_bytes, set_token, shorten_tmpdir
 from tests.service.commands import run
 from trainables.notices import notices_to
 
@@ -101,47 +101,39 @@ def test_a_ray_that_cannot_start_here_is_one_line(tmp_path: Path) -> None:
     assert re.fullmatch(words, done.stdout)
 
 
-def test_a_token_is_made_that_no_other_user_can_read_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    make_token()
-    (token,) = (tmp_path / ".ray").iterdir()
-    made = token.read_text()
-    assert (stat.S_IMODE(token.stat().st_mode), len(made)) == (0o600, 64)
-    token.chmod(0o644)
-    make_token()
-    assert (stat.S_IMODE(token.stat().st_mode), token.read_text()) == (0o600, made)
-
-
-@pytest.mark.parametrize("home", ["file", "none"])
-def test_where_the_home_folder_cannot_be_written_the_token_is_in_the_environment(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # to be removed after the test
-    monkeypatch.delenv("RAY_AUTH_TOKEN")
-    monkeypatch.setenv("HOME", str(tmp_path / home))
-    make_token()
-    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_no_token_is_made_where_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv(variable, "x")
-    make_token()
-    assert not list((tmp_path / ".ray").iterdir())
+@pytest.mark.usefixtures("no_token")
+def test_a_ray_of_our_own_has_one_token_and_it_is_new() -> None:
+    set_token()
+    made = os.environ["RAY_AUTH_TOKEN"]
+    set_token()
+    assert (len(made), os.environ["RAY_AUTH_TOKEN"]) == (64, made)
+
+
+@pytest.mark.usefixtures("no_token")
+@pytest.mark.parametrize(
+    ("variable", "value"), [("RAY_AUTH_TOKEN", "x"), ("RAY_AUTH_TOKEN_PATH", "x"), ("RAY_AUTH_MODE", "disabled")]
+)
+def test_no_token_is_made_where_one_is_named_or_none_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    set_token()
+    assert os.environ.get("RAY_AUTH_TOKEN") == ("x" if variable == "RAY_AUTH_TOKEN" else None)
 
 
 @pytest.mark.processes
 def test_no_other_user_reaches_the_session_or_the_token_of_a_ray_of_our_own(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    (home / ".ray").mkdir(parents=True)
-    (home / ".ray" / "auth_token").write_text("0" * 64)
-    (home / ".ray" / "auth_token").chmod(0o644)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    home.mkdir()
+    own = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
     environment |= {"HOME": str(home), "TMPDIR": "/tmp"}
     command = [sys.executable, "-c", CONNECT, str(tmp_path)]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -152,7 +144,7 @@ def test_no_other_user_reaches_the_session_or_the_token_of_a_ray_of_our_own(tmp_
         assert session.is_dir()
         assert root.stat().st_uid == os.getuid()
         assert stat.S_IMODE(root.stat().st_mode) == 0o700
-        assert stat.S_IMODE((home / ".ray" / "auth_token").stat().st_mode) == 0o600
+        assert not (home / ".ray").exists()
         if os.getuid() == 0:
             write = ["/usr/bin/touch", str(session / "runtime_resources" / "x")]
             other = subprocess.run(write, user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True)
