@@ -36,12 +36,11 @@ class LeaseLostError(ExperimentError):
 class DriverLease:
     """This process's lease of a run. Its `number` is larger than those of all earlier drivers."""
 
-    def __init__(self, uri: str, folder: Path, lost: Callable[[], None]) -> None:
+    def __init__(self, uri: str, folder: Path, lost: Callable[[LeaseLostError], None]) -> None:
         """`folder` is the run's scratch folder. `lost` is called from a thread if another driver takes over the run."""
         self._store, self._folder_id = ObjectStore(uri, RENEW_S), _id_of(folder)
         self.name, self.number = f"{FOLDER}/{secrets.token_hex(8)}", 0
-        self._lost, self._ended, self._drives, self._is_lost = lost, threading.Event(), False, False
-        self._renewed_s = 0.0
+        self._lost, self._ended, self._drives = lost, threading.Event(), False
         self._thread = threading.Thread(target=self._renew, name="driver's lease", daemon=True)
 
     def acquire(self, echo: Callable[[str], None]) -> None:
@@ -59,8 +58,7 @@ class DriverLease:
             self.number = 1 + max(self.number, newest_driver(self._store))
             self._drives = True
             self._put()
-            if self._is_taken_over():  # by a driver that began while this process was paused
-                raise lease_lost(self._store.uri)
+            check_lease(self._store, self.name)  # a driver may have begun while this process was paused
         except BaseException:
             self.release()
             raise
@@ -73,25 +71,10 @@ class DriverLease:
         except StorageError as error:
             _log.warning("%s", error)
 
-    def check(self) -> None:
-        """Check the lease before each upload: a process that was paused may continue long after its lease has expired.
-
-        Raises:
-            LeaseLostError: another driver has taken over the run.
-            StorageError: the lease has expired, and the store does not answer whether another driver has the run.
-        """
-        # Use the wall clock: the monotonic clock stops while a machine sleeps.
-        if not self._is_lost and not 0 <= time.time() - self._renewed_s <= LEASE_S:
-            self._is_lost = self._is_taken_over()
-        if self._is_lost:
-            raise lease_lost(self._store.uri)
-
     def _put(self) -> None:
-        began_s = time.time()
         driver: dict[str, Any] = {"folder": self._folder_id, "host": socket.gethostname(), "pid": os.getpid()}
-        driver |= {"number": self.number, "drives": self._drives, "renewed_s": began_s}
+        driver |= {"number": self.number, "drives": self._drives, "renewed_s": time.time()}
         self._store.put(self.name, json.dumps(driver).encode())
-        self._renewed_s = began_s
 
     def _others(self) -> dict[str, Entry]:
         """Return the leases of other drivers. Drivers with this folder are gone, since its lock was free."""
@@ -120,16 +103,14 @@ class DriverLease:
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):
             try:
-                if self._drives and self._is_taken_over():
-                    self._is_lost = True
-                    self._lost()
-                    return
+                if self._drives:
+                    check_lease(self._store, self.name)
                 self._put()
+            except LeaseLostError as error:
+                self._lost(error)
+                return
             except StorageError as error:
                 _log.warning("%s; still trying", error)
-
-    def _is_taken_over(self) -> bool:
-        return is_taken_over(self._store, self.name)
 
 
 class Segment(NamedTuple):
@@ -155,14 +136,16 @@ def newest_driver(store: ObjectStore) -> int:
     return max((each.driver for each in segments_of(store)), default=0)
 
 
-def lease_lost(uri: str) -> LeaseLostError:
-    return LeaseLostError(f"another driver has taken over {uri}: stopping this one")
+def check_lease(store: ObjectStore, lease: str) -> None:
+    """Check that the driver with this lease still has the run, as before each upload: a paused process may wake up much later.
 
-
-def is_taken_over(store: ObjectStore, lease: str) -> bool:
-    """Whether another driver has taken over the run from the one with this lease. Raises StorageError."""
+    Raises:
+        LeaseLostError: another driver has taken over the run.
+        StorageError: the store does not answer.
+    """
     names = store.entries(FOLDER)
-    return lease not in names or any(_content(store, name).get("drives") for name in names if name != lease)
+    if lease not in names or any(_content(store, name).get("drives") for name in names if name != lease):
+        raise LeaseLostError(f"another driver has taken over {store.uri}: stopping this one")
 
 
 def _content(store: ObjectStore, name: str) -> dict[str, Any]:

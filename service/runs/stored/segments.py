@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from service.runs.event_log import EventLog
-from service.runs.stored.driver_lease import SEGMENTS, Segment, is_taken_over, lease_lost, segments_of
+from service.runs.stored.driver_lease import SEGMENTS, Segment, check_lease, segments_of
 from trainables.errors import ExperimentError
 from trainables.object_store.store import ObjectStore
 
@@ -56,17 +56,13 @@ class SegmentWriter:
             return
         replaces = len(self._put) >= MAX_SEGMENTS
         segment = Segment(self._log_store.driver, 0 if replaces else self.end, end)
-        self._check_lease()  # a later driver may have the same number, and would read this segment
+        check_lease(self.store, self._log_store.lease)  # a later driver may have the same number, and would read this segment
         self.store.put(segment.name, self._log.read(segment.begin, end))
-        self._check_lease()  # if it is lost by now, the segment does not count
+        check_lease(self.store, self._log_store.lease)  # if it is lost by now, the segment does not count
         self.end, replaced = end, [*others, *(self._put if replaces else [])]
         self._put = [segment] if replaces else [*self._put, segment]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda each: self.store.delete(each.name), replaced))
-
-    def _check_lease(self) -> None:
-        if is_taken_over(self.store, self._log_store.lease):
-            raise lease_lost(self._log_store.uri)
 
 
 def read_segments(store: ObjectStore) -> bytes | None:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from service.runs.stored.driver_lease import FOLDER, SEGMENTS, DriverLease, is_fresh
+from service.runs.stored.driver_lease import FOLDER, SEGMENTS, DriverLease, check_lease, is_fresh
 from service.runs.stored.stored_runs import RAY, fetch_records, uri_of
 from trainables.errors import ExperimentError
 from trainables.object_store.store import OPENING_S, ObjectStore, object_at
@@ -72,7 +72,7 @@ class StoredObjects:
             ExperimentError: a driver is working on it.
             StorageError: the store does not answer.
         """
-        self._lease = DriverLease(self._store.uri, self._folder, lambda: None)
+        self._lease = DriverLease(self._store.uri, self._folder, lambda error: None)
         self._lease.acquire(echo)
         try:
             yield
@@ -81,27 +81,26 @@ class StoredObjects:
             if self._is_removed:
                 self._store.delete_all()  # removing objects may leave markers of empty folders
 
-    def remove(self, path: Path) -> bool:
+    def remove(self, path: Path) -> None:
         """Remove a file or the whole run, first from the store, then locally. Only inside `exclusive`.
 
         The log of a run is removed first, so that after a kill the rest cannot be resumed. Raises StorageError.
         """
         assert self._lease is not None
-        self._lease.check()
+        check_lease(self._store, self._lease.name)
         if path != self._folder:
             self._store.delete(str(path.relative_to(self._folder)))
             path.unlink(missing_ok=True)
-            return True
+            return
         self._store.delete_all(SEGMENTS)
         for name in self.entries:
             if "/" not in name and name != _LAST:
                 self._store.delete(name)
         for folder in self._store.folders():
             if folder != FOLDER:
-                self._lease.check()
+                check_lease(self._store, self._lease.name)
                 self._store.delete_all(folder)
         self._ray.delete_all()
         self._store.delete(_LAST)
         shutil.rmtree(path, ignore_errors=True)
         self._is_removed = True
-        return True

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from service.runs.stored.driver_lease import DriverLease, LeaseLostError, lease_lost, newest_driver
+from service.runs.stored.driver_lease import DriverLease, LeaseLostError, check_lease, newest_driver
 from service.runs.stored.segments import LogStore
 from service.runs.stored.stored_runs import NOT_PUT, display_name, people_files, rebuild, uri_of
 from trainables.errors import ExperimentError, StorageError
@@ -119,7 +119,7 @@ class _StoredDriver:
         for name in people_files(self._folder):
             with contextlib.suppress(FileNotFoundError):  # it was just removed
                 if self._put.get(name) != (state := self._state(name)):
-                    self._lease.check()
+                    check_lease(self._store, self._lease.name)
                     self._store.put(name, (self._folder / name).read_bytes())
                     self._put[name] = state
 
@@ -132,14 +132,14 @@ class _StoredDriver:
         while not self._ended.wait(put_changed.wait_s()):
             try:
                 put_changed()
-            except LeaseLostError:
-                self._lose()
+            except LeaseLostError as error:
+                self._lose(error)
                 return
             except (StorageError, OSError) as error:
                 _log.warning("%s; still trying", error)
 
-    def _lose(self) -> None:
+    def _lose(self, error: LeaseLostError) -> None:
         if self._ended.is_set() or not self._losing.acquire(blocking=False):
             return  # the main thread is ending already, and a second interrupt would cut that short
-        _log.warning("%s", lease_lost(self._store.uri))
+        _log.warning("%s", error)
         _thread.interrupt_main()

@@ -83,7 +83,7 @@ def test_what_can_be_resumed_is_driven_or_is_referred_to_stays(
     put_run("driven")
     put_run("used")
     put_run("user", f"teacher: {{weights: {ROOT}/used/student}}", status="interrupted")
-    lease = DriverLease(f"{ROOT}/driven", tmp_path / "elsewhere", lambda: None)
+    lease = DriverLease(f"{ROOT}/driven", tmp_path / "elsewhere", lambda error: None)
     lease._put()
     monkeypatch.setattr(driver_lease, "LEASE_S", 60.0)
     lines = run_clean()
@@ -160,7 +160,7 @@ def test_logits_of_a_run_that_could_not_be_removed_stay(
     logits.mkdir(parents=True)
     put_run("one", f"teacher: {{cache: {logits.parent}}}")
 
-    def silent(self: StoredObjects, path: Path) -> bool:
+    def silent(self: StoredObjects, path: Path) -> None:
         raise StorageError("the store does not answer")
 
     with monkeypatch.context() as patched:

@@ -45,7 +45,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lease(folder: Path) -> DriverLease:
-    return DriverLease(URI, folder, lambda: None)
+    return DriverLease(URI, folder, lambda error: None)
 
 
 def put_log(*events: Event, driver: int = 1, experiment: bytes = b"seed: 1\n") -> bytes:
