@@ -5,6 +5,7 @@ import importlib
 import io
 import logging
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -14,7 +15,6 @@ from typing import NoReturn
 import click
 
 from service.cluster import local_ray
-from service.standard_streams import CLOSED_PIPE, is_output_unread, prepare_streams
 from trainables.errors import DistillError, ExperimentError, bounded
 from trainables.notices import notices_to
 from trainables.redact import redact, redact_record
@@ -46,6 +46,9 @@ COMMANDS = {
     "ui": ("tracking:ui", "MLflow's UI on the records under the runs' root."),
 }
 """Name of a command → `module:function` in `service.commands`, and its line in `distill --help`."""
+
+
+CLOSED_PIPE = 128 + signal.SIGPIPE
 
 
 class LazyGroup(click.Group):
@@ -120,6 +123,27 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except OSError:  # the interpreter would report it once more, with a stack trace
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     local_ray.exit_process(code)
+
+
+def prepare_streams() -> None:
+    """Open standard streams that are closed, and let those of every encoding take all characters.
+
+    What an encoding lacks becomes an escape such as `\\u4e2d`.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed: the next file that is opened would be in its place
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, which is this one
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 (closed with the process)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not one that a caller in this process has put there
+            stream.reconfigure(errors="backslashreplace")
+
+
+def is_output_unread() -> bool:
+    """Whether the standard output is a pipe whose reader has gone, as in `distill show digits | head -1`."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def check_current_folder() -> None:

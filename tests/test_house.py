@@ -85,7 +85,6 @@ LAYERS = {
         "doctor",
         "reproduce",
         "commands",
-        "standard_streams",
         "cli",
     ],
 }
@@ -119,13 +118,12 @@ def test_only_tracking_knows_mlflow() -> None:
 
 def test_only_trials_and_sweeps_know_ray_tune() -> None:
     assert who_imports("ray.tune") == {
-        "service/runs/tune_errors.py",
-        "service/runs/tune_internals.py",
         "service/search/searcher.py",
         "service/sweeps/asha.py",
         "service/sweeps/trial_functions.py",
         "service/sweeps/trial_outcomes.py",
         "service/sweeps/tune.py",
+        "service/sweeps/tune_internals.py",
     }
 
 
@@ -136,7 +134,7 @@ def test_the_workers_side_knows_ray_in_one_package_alone() -> None:
 
 def test_private_names_of_ray_train_and_of_ray_tune_are_in_one_module_each() -> None:
     assert who_imports("ray.train.v2") == {"trainables/worker/ray_internals.py"}
-    assert who_imports("ray.air") == who_imports("ray.tune.execution") == {"service/runs/tune_internals.py"}
+    assert who_imports("ray.air") == who_imports("ray.tune.execution") == {"service/sweeps/tune_internals.py"}
 
 
 @functools.cache

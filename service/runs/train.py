@@ -41,7 +41,7 @@ def train(
             session.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
             session.display.print(plan.describe(cluster))
             weights = prepare_teacher(session, plan)
-            with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
+            with running_teacher_actors(session, plan, cluster, weights) as teachers:
                 assignment = plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers)
                 student = run_stage(session, assignment)
                 for part in without:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster.resources import Reservation
-from service.runs.attempt import begin_stage, complete, finished, remove_leftovers
 from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import with_session_times
-from service.runs.trial import refused_with
+from service.runs.trial import begin_stage, complete, finished, refused_with, remove_leftovers
 from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import searched

@@ -1,29 +1,12 @@
-"""What Ray Tune has of a sweep whose points share workers: a searcher and a callback that forward to its coordinator.
+"""What Ray Tune has of a sweep whose points share workers: a searcher that forwards to its coordinator.
 
 A trial of Tune's is one group of workers, which measures several points.
 """
 
-from threading import Event
 from typing import Any
 
 import ray
-from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
-
-from service.runs.outcome import Outcome
-from service.runs.tune_errors import TrialErrorCallback
-from trainables.rundir import RunDir
-
-
-class WorkerGroupOutcomeCallback(TrialErrorCallback):
-    """Reports to the coordinator why the function of a group raised or died; the others report themselves."""
-
-    def __init__(self, run_dir: RunDir, coordinator: Any, session_ending: Event) -> None:
-        super().__init__(run_dir, session_ending)
-        self._coordinator = coordinator
-
-    def record(self, trial: Trial, outcome: Outcome) -> None:
-        ray.get(self._coordinator.finish.remote(trial.config["group"], outcome))
 
 
 class WorkerGroupSearcher(Searcher):  # type: ignore[misc]

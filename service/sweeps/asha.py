@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler
 
-from service.config.sweep import ACCURACIES, SweepConfig
+from service.config.sweep import SweepConfig
 from service.runs.events import Event
 from service.runs.outcome import Outcome
 from service.runs.run_log import RunLog
@@ -60,22 +59,20 @@ def reported_epochs(log: RunLog) -> dict[str, Epochs]:
     }
 
 
-def stopped(events: Iterable[Event], reported: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of a trial that ASHA stopped after its last epoch: the last recorded one, or `reported` if later.
+def stopped(events: Iterable[Event]) -> Outcome:
+    """Return the outcome of a trial that ASHA stopped after its last epoch. `events` are those of its student stage.
 
-    `events` are those of its student stage.
+    They have that epoch: a worker reports it to Ray once its record is durable.
     """
     epochs = [event for event in events if event["kind"] == "epoch"]
-    last = max([*epochs, reported], key=lambda epoch: float(epoch["epoch"]))
-    numbers = final_names(epochs[-1]["metrics"]) if epochs else {}
+    last = epochs[-1]
+    numbers = final_names(last["metrics"])
     metrics = {name: value for name, value in numbers.items() if not name.startswith(("train/", "val/"))}  # as in a summary
     for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # per epoch in the record, per stage here
         metrics.pop(name, None)
-        if epochs and all(f"epoch/{name}" in record["metrics"] for record in epochs):
+        if all(f"epoch/{name}" in record["metrics"] for record in epochs):
             metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
     for record in epochs:
         metrics |= headline(record["metrics"])
-    if last is reported:
-        metrics |= {name: float(reported[name]) for name in ACCURACIES if name in reported}
     metrics["steps"] = float(last["step"])
     return Outcome(status="stopped", reason=f"stopped by asha after epoch {last['epoch']:g}", metrics=metrics)

@@ -54,7 +54,7 @@ def sweep(
         for trial in trials:
             if (row := rows.get(trial.id)) is not None:
                 trial.loader_workers, trial.oversubscribed = row.scale.loader_workers, row.oversubscribed
-        trials += finished_target_trials(trials, session)
+        trials += finished_target_trials(trials, session.fold)
         if is_local():
             mark_unschedulable(trials, local_capacity())
         mark_unbuildable(trials, data)
@@ -91,9 +91,6 @@ def run_trials(session: Session, trials: list[Trial], cluster: Cluster) -> None:
     plan, config = Plan.on(experiment, cluster, session.result.accepted_data), experiment.sweep
     session.save(
         use_gpu=plan.use_gpu,
-        space=config.axes,
-        metric=config.metric,
-        mode=config.mode,
         policy=config.policy,
         tolerance=config.tolerance,
         budget_grid_share=config.budget_grid_share,
@@ -111,7 +108,7 @@ def run_trials(session: Session, trials: list[Trial], cluster: Cluster) -> None:
     if config.is_time_to_accuracy:
         noise_scales = [stage.metrics.get("noise_scale", 0.0) for stage in session.result.stages]
         session.save(noise_scales=[noise_scale for noise_scale in noise_scales if noise_scale > 0])
-    with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as actors:
+    with running_teacher_actors(session, plan, cluster, weights) as actors:
         teacher = TeacherSource(weights, actors)
         run_pending(session, trials, pending, cluster, teacher)
         if config.is_time_to_accuracy:

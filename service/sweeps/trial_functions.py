@@ -9,13 +9,12 @@ from typing import Any
 import ray
 from ray import tune
 
-from service.runs.attempt import begin_stage
 from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.run_log import as_json
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import with_session_times
-from service.runs.trial import refused_with, run_to_end
+from service.runs.trial import begin_stage, refused_with, run_to_end
 from trainables.process_exit import skip_exit_handlers
 from trainables.worker.epoch_reports import EpochCallback, EpochReports
 from trainables.worker.ray_nodes import on_this_node

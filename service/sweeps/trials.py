@@ -1,11 +1,11 @@
 """The trials of a sweep: one per point of its space, also for points that cannot run, and trainings to the target."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.config.dotted import flatten
-from service.config.experiment import Resolved, read_resolved
+from service.config.experiment import Resolved
 from service.config.schema import Experiment
 from service.config.space import LOADER_WORKERS, SCALE_AXES, points
 from service.runs.outcome import Outcome
@@ -31,27 +31,6 @@ class Trial:
     speed_trial: str | None = None
     """If this is a training to the target: the id of the trial that measured the point's speed."""
 
-    def kind(self, timing: bool) -> str:
-        """Return the kind of the trial's row; `timing` says whether the sweep times steps."""
-        return "timing" if timing and not self.speed_trial else "accuracy"
-
-    def _row(self, base: Mapping[str, Any], timing: bool) -> TrialRow:
-        """See `rows_of`. `base` is the sweep's experiment by dotted keys."""
-        values = {**base, **self.params, LOADER_WORKERS: self.loader_workers}
-        outcome = self.outcome or Outcome(status="pending")
-        fields = dict(outcome) if outcome.measurements else {k: v for k, v in dict(outcome).items() if k != "measurements"}
-        return TrialRow.model_validate(
-            {
-                **fields,
-                "id": self.id,
-                "params": self.params,
-                "kind": self.kind(timing),
-                "oversubscribed": self.oversubscribed,
-                "scale": {key: values[key] for key in SCALE_AXES},
-                **({"speed_trial": self.speed_trial} if self.speed_trial else {}),
-            }
-        )
-
     @property
     def num_measurements(self) -> int:
         """How often the point was measured."""
@@ -60,8 +39,21 @@ class Trial:
 
 def rows_of(trials: Sequence[Trial], base: Resolved, *, timing: bool) -> list[TrialRow]:
     """Return the trials' rows for `result.json`. `base` is the sweep's experiment; `timing` says whether it times steps."""
-    values = flatten(base.experiment.model_dump(mode="json"))
-    return [trial._row(values, timing) for trial in trials]
+    base_values = flatten(base.experiment.model_dump(mode="json"))
+    rows = []
+    for trial in trials:
+        values = {**base_values, **trial.params, LOADER_WORKERS: trial.loader_workers}
+        fields = {
+            **dict(trial.outcome or Outcome(status="pending")),
+            "id": trial.id,
+            "params": trial.params,
+            "kind": "timing" if timing and not trial.speed_trial else "accuracy",
+            "oversubscribed": trial.oversubscribed,
+            "scale": {key: values[key] for key in SCALE_AXES},
+            "speed_trial": trial.speed_trial,
+        }
+        rows.append(TrialRow.model_validate(fields))
+    return rows
 
 
 def plan_trials(resolved: Resolved) -> list[Trial]:
@@ -121,22 +113,18 @@ def target_trial(base: Resolved, speed_trial: Trial, until_s: float | None) -> T
     """Return the training to the target of a point whose speed is known."""
     goal = {"train.until_top1_pct": base.experiment.sweep.target_pct, "train.until_s": until_s}
     resolved = base.override({**speed_trial.params, LOADER_WORKERS: speed_trial.loader_workers, **goal}, "trial")
-    return _target_trial(speed_trial, resolved)
+    return replace(speed_trial, id=_training_id(speed_trial), resolved=resolved, outcome=None, speed_trial=speed_trial.id)
 
 
-def _target_trial(speed_trial: Trial, resolved: Resolved) -> Trial:
-    workers, id = resolved.experiment.data.loader_workers, training_id(speed_trial)
-    return Trial(id, speed_trial.params, resolved, None, speed_trial.oversubscribed, workers, speed_trial.id)
-
-
-def training_id(speed_trial: Trial) -> str:
+def _training_id(speed_trial: Trial) -> str:
     return f"{speed_trial.id}-trained"
 
 
-def finished_target_trials(speed_trials: list[Trial], session: Session) -> list[Trial]:
+def finished_target_trials(speed_trials: list[Trial], fold: ResultFold) -> list[Trial]:
     """Return the trainings to the target that earlier sessions of the sweep finished."""
-    done = [trial for trial in speed_trials if session.fold.outcome_of(training_id(trial))]
-    experiments = [session.run_dir.trial(training_id(trial)).experiment for trial in done]
-    trials = [_target_trial(trial, read_resolved(path)) for trial, path in zip(done, experiments, strict=True)]
-    load_outcomes(trials, session.fold)
-    return trials
+    outcomes = {trial.id: fold.outcome_of(_training_id(trial)) for trial in speed_trials}
+    return [
+        replace(trial, id=_training_id(trial), resolved=None, outcome=outcomes[trial.id], speed_trial=trial.id)
+        for trial in speed_trials
+        if outcomes[trial.id]
+    ]

@@ -73,7 +73,7 @@ def _run_tune(
     """
     from ray import tune
 
-    from service.runs.tune_internals import install_actor_manager, trial_class
+    from service.sweeps.tune_internals import install_actor_manager, trial_class
 
     # A trial that fails before its first epoch has no metric for ASHA.
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
@@ -111,8 +111,9 @@ def measure_points(
     import ray
 
     from service.search.coordinator import PointCoordinator
-    from service.search.searcher import WorkerGroupOutcomeCallback, WorkerGroupSearcher
+    from service.search.searcher import WorkerGroupSearcher
     from service.sweeps.trial_functions import run_worker_group
+    from service.sweeps.trial_outcomes import WorkerGroupOutcomeCallback
     from trainables.worker.ray_nodes import on_this_node
 
     # On the driver's node: the coordinator cannot die without the driver, and the sweep then resumes from its log.

@@ -25,9 +25,9 @@ from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_log import read_log
 from service.runs.stages.assignment import Assignment
-from service.runs.tune_internals import ActorManager, ActorOutOfMemoryError
 from service.sweeps.trials import plan_trials
 from service.sweeps.tune import SessionEnding, tune_trials
+from service.sweeps.tune_internals import ActorManager, ActorOutOfMemoryError
 from tests.integration.conftest import kill, title, wait_until
 from tests.run_log import add, events_of
 from tests.trainables.jobs import write_able_teacher

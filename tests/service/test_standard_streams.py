@@ -46,7 +46,7 @@ def test_streams_may_be_closed(sweep: Path) -> None:
     assert in_shell("distill report /nowhere 2>&-").returncode == 2
     assert in_shell("distill show digits >&-").stderr == b""
     child = "import os, subprocess; subprocess.run(['sh', '-c', 'test -e /proc/self/fd/0 -a -e /proc/self/fd/1'], check=True)"
-    prepared = f"from service.standard_streams import prepare_streams; prepare_streams(); {child}"
+    prepared = f"from service.cli import prepare_streams; prepare_streams(); {child}"
     assert in_shell(f'{sys.executable} -c "{prepared}" <&- >&-').returncode == 0
 
 

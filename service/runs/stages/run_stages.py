@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from service.config.rules import needs_teacher
-from service.runs.attempt import is_lost
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_log import as_json
@@ -13,7 +12,7 @@ from service.runs.session import Session, start_tracking
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.stage_times import with_session_times
 from service.runs.stored.stored_runs import checkpoint, display_name, upload
-from service.runs.trial import run_to_end
+from service.runs.trial import is_lost, run_to_end
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from service.cluster.local_ray import RayLostError, check_ray
 from service.cluster.resources import Cluster, Reservation, nodes_for_actors
-from service.runs.display import Display, wait_for
+from service.runs.display import Display
 from service.runs.plan import Plan
+from service.runs.session import Session
 from service.runs.stages.node_wait import NodeWait
 from trainables.errors import ClusterError
 
@@ -18,10 +19,8 @@ WAIT_MESSAGE_S = 60.0
 
 
 @contextlib.contextmanager
-def running_teacher_actors(
-    run: str, display: Display, plan: Plan, cluster: Cluster, weights: str | None
-) -> Iterator[tuple[str, ...]]:
-    """Start the actors that serve the teacher with these weights, and yield their names, which begin with `run`.
+def running_teacher_actors(session: Session, plan: Plan, cluster: Cluster, weights: str | None) -> Iterator[tuple[str, ...]]:
+    """Start the actors that serve the teacher with these weights, and yield their names, which begin with the run's.
 
     None are started if the workers run the teacher themselves, or no method reads one. Ray restarts an actor that dies, on
     another node if its own is gone; rows that it had in memory are computed again on request. If other jobs hold the resources,
@@ -36,11 +35,11 @@ def running_teacher_actors(
     nodes = nodes_for_actors(cluster.nodes, need)
     try:
         for number in range(each.num_workers):
-            name = f"{run}-{time.time_ns():x}-teacher-{number}"
+            name = f"{session.run_dir.root.name}-{time.time_ns():x}-teacher-{number}"
             actors[name] = start_actor(name, each, nodes[number].node_id if nodes else None)
-        display.print(f"teacher.service: {each.num_workers} × {each} for {teacher.model}")
+        session.display.print(f"teacher.service: {each.num_workers} × {each} for {teacher.model}")
         limit_s = plan.experiment.scale.wait_for_nodes_s
-        wait_for(lambda: wait_until_started(display, actors, each, limit_s), display)
+        session.wait_for(lambda: wait_until_started(session.display, actors, each, limit_s))
         yield tuple(actors)
     finally:
         _end(actors)

@@ -13,13 +13,12 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.cluster.resources import Cluster, Node
-from service.runs.attempt import begin_stage, finished
 from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.stages import node_wait
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.node_wait import NodeWait
-from service.runs.trial import cause_of, refused_with, run_to_end
+from service.runs.trial import begin_stage, cause_of, finished, refused_with, run_to_end
 from service.sweeps.trial_functions import has_begun
 from tests.run_log import LocalRecorder, events_of, numbers
 from trainables.config import TrainConfig

@@ -10,14 +10,13 @@ from ray.train._internal.storage import StorageContext
 from ray.tune.error import TuneError
 from ray.tune.experiment import Trial
 
-from service.runs import tune_errors
 from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.run_log import read_log
 from service.runs.stages.assignment import Assignment
 from service.runs.stored import stored_runs
-from service.search.searcher import WorkerGroupOutcomeCallback
-from service.sweeps.trial_outcomes import TrialOutcomeCallback
+from service.sweeps import trial_outcomes
+from service.sweeps.trial_outcomes import TrialOutcomeCallback, WorkerGroupOutcomeCallback
 from service.sweeps.tune import SessionEnding
 from tests.run_log import LocalRecorder, numbers
 from tests.s3 import S3
@@ -70,15 +69,15 @@ def complete(callback: TrialOutcomeCallback, run_dir: RunDir, **reported: object
     return outcome
 
 
-def test_a_stopped_trial_has_the_numbers_of_its_epochs_and_what_it_reported(tmp_path: Path) -> None:
+def test_a_stopped_trial_has_the_numbers_of_its_epochs(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     callback = outcomes_of(run_dir)
     for epoch in (1, 2):
-        metrics = {"epoch/train_s": 2.0, "val/top1_pct": 50.0}
+        metrics = {"epoch/train_s": 2.0, "val/top1_pct": 30.0 * epoch}
         callback._assignments["000"].log.record([numbers("epoch", "trials/000/student", 10 * epoch, epoch, **metrics)])
-    outcome = complete(callback, run_dir, epoch=3.0, step=30, top1_pct=60.0, pid=7)
-    assert (outcome.status, outcome.reason) == ("stopped", "stopped by asha after epoch 3")
-    assert outcome.metrics == {"train_s": 4.0, "steps": 30.0, "top1_pct": 60.0}
+    outcome = complete(callback, run_dir, epoch=2.0, step=20, top1_pct=60.0, pid=7)
+    assert (outcome.status, outcome.reason) == ("stopped", "stopped by asha after epoch 2")
+    assert outcome.metrics == {"train_s": 4.0, "steps": 20.0, "top1_pct": 60.0}
 
 
 def test_a_trial_whose_function_ended_was_not_stopped(tmp_path: Path) -> None:
@@ -91,7 +90,8 @@ def test_a_trial_whose_function_ended_was_not_stopped(tmp_path: Path) -> None:
 def test_a_trial_that_reached_its_end_as_it_was_stopped_stays_complete(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     callback = outcomes_of(run_dir)
-    callback._assignments["000"].log.record([event("trial_ended", trial="000", outcome={"status": "ok"})])
+    epoch = numbers("epoch", "trials/000/student", 10, 1)
+    callback._assignments["000"].log.record([epoch, event("trial_ended", trial="000", outcome={"status": "ok"})])
     assert complete(callback, run_dir, epoch=1.0, step=10).status == "ok"
 
 
@@ -106,7 +106,7 @@ def test_a_trial_that_reached_its_end_as_it_was_stopped_stays_complete(tmp_path:
 def test_a_trial_that_tune_ended_with_an_error_has_failed_and_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
-    monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 0.0)
+    monkeypatch.setattr(trial_outcomes, "SESSION_END_GRACE_S", 0.0)
     run_dir, trial = RunDir(tmp_path), trial_in(tmp_path, error)
     outcomes_of(run_dir).on_trial_error(1, [trial], trial)
     outcome = outcome_in(run_dir)
@@ -116,7 +116,7 @@ def test_a_trial_that_tune_ended_with_an_error_has_failed_and_why(
 
 
 def test_what_a_trials_function_raised_is_recorded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 1e6)
+    monkeypatch.setattr(trial_outcomes, "SESSION_END_GRACE_S", 1e6)
     run_dir, trial = RunDir(tmp_path), trial_in(tmp_path, RayTaskError("run_trial", "Traceback …", ValueError("no")))
     outcomes_of(run_dir).on_trial_error(1, [trial], trial)
     assert status_in(run_dir) == "failed"
@@ -125,7 +125,7 @@ def test_what_a_trials_function_raised_is_recorded_at_once(tmp_path: Path, monke
 def test_a_trial_whose_process_the_end_of_the_session_killed_is_left_to_the_next_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 60.0)
+    monkeypatch.setattr(trial_outcomes, "SESSION_END_GRACE_S", 60.0)
     run_dir, trial, session_ending = RunDir(tmp_path), trial_in(tmp_path, DIED), SessionEnding()
     threading.Timer(0.1, session_ending.set).start()  # the main thread notices a moment later than Tune's
     outcomes_of(run_dir, session_ending=session_ending).on_trial_error(1, [trial], trial)
@@ -158,7 +158,7 @@ def test_ray_tune_can_pickle_the_callbacks(tmp_path: Path) -> None:
 def test_a_group_of_workers_that_the_end_of_the_session_killed_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune_errors, "SESSION_END_GRACE_S", 0.0)
+    monkeypatch.setattr(trial_outcomes, "SESSION_END_GRACE_S", 0.0)
     trial, session_ending, recorded = trial_in(tmp_path, DIED), SessionEnding(), list[Outcome]()
     callback = WorkerGroupOutcomeCallback(RunDir(tmp_path), None, session_ending)
     monkeypatch.setattr(callback, "record", lambda _, outcome: recorded.append(outcome))

@@ -10,7 +10,6 @@ import pytest
 from service.cluster.resources import local_capacity
 from service.config.experiment import load
 from service.report import end_of_run
-from service.runs.attempt import finished
 from service.runs.events import event
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
@@ -19,6 +18,7 @@ from service.runs.session import Session, open_session
 from service.runs.stages import run_stages
 from service.runs.stages.assignment import Assignment
 from service.runs.stages.run_stages import prepare_teacher, run_stage
+from service.runs.trial import finished
 from tests.run_log import LocalRecorder, events_of, numbers, result_of
 from trainables.errors import TrainingError
 from trainables.models.weights import load_teacher
