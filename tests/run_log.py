@@ -13,9 +13,8 @@ from service.runs.display import Display
 from service.runs.driver_log import DriverLog
 from service.runs.event_log import EventLog
 from service.runs.events import Event, event, first_event, to_line
-from service.runs.outcome import to_json
 from service.runs.result import RunResult
-from service.runs.run_log import RunLog, read_log
+from service.runs.run_log import RunLog, as_json, read_log
 from service.runs.session import Session
 from service.tracking.sync import Syncing
 from trainables.rundir import RunDir
@@ -79,7 +78,7 @@ def session_of(resolved: Resolved, run_dir: RunDir, display: Display, syncing: S
 
 def write_log(run_dir: RunDir, result: Mapping[str, Any] | RunResult, *events: Event) -> None:
     """Write a log that comes to this result, in place of another; `events` are behind it."""
-    changes = to_json(result) if isinstance(result, RunResult) else dict(result)
+    changes = as_json(result) if isinstance(result, RunResult) else dict(result)
     run_dir.root.mkdir(parents=True, exist_ok=True)
     run_dir.events.write_bytes(b"".join(map(to_line, [first_event(), event("result", changes=changes), *events])))
 

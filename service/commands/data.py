@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from service.commands.options import PROCESSES, check_given, print_all
-from service.commands.path_types import PathType
+from service.commands.options import PROCESSES, PathType, check_given, print_all
 from service.report.contact_sheet import describe, write_sheet
 from service.runs.pack import pack as run_pack
 from service.runs.pack import summary_line

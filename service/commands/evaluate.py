@@ -6,9 +6,8 @@ from typing import Any
 
 import click
 
-from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, check_given
-from service.commands.path_types import FileOrUri, MethodName, PathType
-from service.runs.embed import embed as run_embed
+from service.commands.options import DATA_PATH, RUNS_OR_URI, SET, FileOrUri, PathType, check_given
+from service.runs.evaluate import embed as run_embed
 from service.runs.evaluate import resolve, run_evaluation
 from trainables.config import FEATURES_TAP, Measure
 
@@ -23,7 +22,7 @@ MEASURED = {"loss": "loss {:.5f}", "num_neighbors": "k-NN of {:.0f} neighbors on
 @click.command()
 @click.argument("checkpoint", type=FileOrUri())
 @click.option("--data", "data_path", type=FileOrUri(), required=True, help=DATA_PATH)
-@click.option("--model", type=MethodName(), help="As teacher.model: CHECKPOINT is then as teacher.weights.")
+@click.option("--model", help="As teacher.model: CHECKPOINT is then as teacher.weights.")
 @WEIGHTS_KEY
 @click.option("--probe", type=click.Choice(["knn", "linear"]), help="Measure a classifier on its frozen features instead.")
 @TAP
@@ -36,7 +35,7 @@ def evaluate(
 
     On the validation split, distributed. With --probe the model may have other classes than the data, or none.
     """
-    check_given("--tap needs --probe")
+    check_given("--tap needs --probe", "--weights-key needs --model")
     config = resolve(checkpoint, data_path, list(overrides), measure=probe or "accuracy", **options)
     click.echo("\n".join(formatted(run_evaluation(config, checkpoint, root))))
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from service.commands.options import SET, check_given, experiment_file
-from service.commands.path_types import RecipeOrFile
+from service.commands.options import SET, RecipeOrFile, check_given, experiment_file
 from service.config.batch_size import AUTO
 from service.config.dotted import flatten
 from service.config.experiment import load

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from service.commands.options import DATA_PATH, print_all
-from service.commands.path_types import FileOrUri, PathType
+from service.commands.options import DATA_PATH, FileOrUri, PathType, print_all
 from service.config.experiment import read_resolved
 from service.config.paths import absolute
-from service.runs.stored.stored_runs import fetch_checkpoint, fetch_records
+from service.runs.stored.stored_runs import fetch_records, find_checkpoint
 from trainables.config import DataConfig
 from trainables.errors import CheckpointError, ExportError
 from trainables.export import EXPORTS
-from trainables.models.checkpoint_header import locate_checkpoint
 from trainables.models.names import check_model_name, library_of
 from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, write_json
@@ -48,7 +46,7 @@ def export(checkpoint: str, to: str, out: Path | None, data_path: str | None, **
     \b
     Example:  distill export runs/digits-1 --to onnx --preprocess
     """
-    path = checkpoint_of(checkpoint)
+    path = find_checkpoint(checkpoint)
     if path is None:
         raise CheckpointError(f"{checkpoint} is the name of published weights: give a run or a checkpoint")
     from trainables.export.student import read_student
@@ -66,11 +64,6 @@ def export(checkpoint: str, to: str, out: Path | None, data_path: str | None, **
     folder = out if run is None or out is not None else exports_of(run, path) / to
     assert folder is not None
     print_all(lines_of(write(student, to, folder, data, **options), folder))
-
-
-def checkpoint_of(text: str) -> Path | None:
-    """See `locate_checkpoint`; it may be in an object store."""
-    return fetch_checkpoint(text) if is_uri(text) else locate_checkpoint(text)
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -159,7 +152,7 @@ def benched(model: str, image_size: int | None) -> Student:
     from trainables.models.model_input import ModelInput
     from trainables.models.registry import build_model
 
-    path = checkpoint_of(model) if is_uri(model) or Path(model).exists() else None
+    path = find_checkpoint(model) if is_uri(model) or Path(model).exists() else None
     if path is not None:
         return read_student(path)
     library, name = library_of(model)

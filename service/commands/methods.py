@@ -6,7 +6,6 @@ import click
 from rich.text import Text
 
 from service.commands.options import print_all
-from service.commands.path_types import MethodName
 from service.config.experiment import parse_override
 from service.config.messages import with_sources
 from service.config.rules import check_options
@@ -18,7 +17,7 @@ IMAGE_SIZE = click.IntRange(1, 4096)
 
 
 @click.command("methods")
-@click.argument("name", type=MethodName(), required=False)
+@click.argument("name", required=False)
 def list_methods(name: str | None) -> None:
     """The ways to distil: what each adds to the loss, its default weights, where it reads the models.
 
@@ -30,7 +29,7 @@ def list_methods(name: str | None) -> None:
 
 
 @click.command()
-@click.argument("model", type=MethodName())
+@click.argument("model")
 @click.option("--image-size", type=IMAGE_SIZE, help="Pixels a side; default: 32 for our models, 224 for the others.")
 @click.option("--num-classes", type=click.IntRange(0, 10**7), default=10, show_default=True, help="0: no classifier.")
 @click.option("--all", "every", is_flag=True, help="Every module's output too, not stages alone.")
@@ -43,10 +42,10 @@ def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> N
 
 
 @click.command("check-method")
-@click.argument("name", type=MethodName())
+@click.argument("name")
 @click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="One of the method's options; may be repeated.")
-@click.option("--student", type=MethodName(), default="resnet8", show_default=True)
-@click.option("--teacher", type=MethodName(), default="resnet14", show_default=True)
+@click.option("--student", default="resnet8", show_default=True)
+@click.option("--teacher", default="resnet14", show_default=True)
 @click.option("--image-size", type=IMAGE_SIZE, default=16, show_default=True, help="Pixels a side.")
 def check_method(name: str, options: tuple[str, ...], student: str, teacher: str, image_size: int) -> None:
     """Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS.

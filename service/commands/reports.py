@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from service.commands.options import DIR, RUNS_OR_URI, SET, is_given, print_all
-from service.commands.path_types import PathType, RunOrRecipe, is_run_folder
+from service.commands.options import DIR, RUNS_OR_URI, SET, PathType, RunOrRecipe, is_given, is_run_folder, print_all
 from service.config.experiment import load
 from service.doctor.measure import measured_lines, parts_of, probe
 from service.doctor.read_run import read_run

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from service.cluster.local_ray import RayLostError
-from service.commands.options import RUNS, SET, print_all
-from service.commands.path_types import FileOrUri, NameOrFile, PathType
+from service.commands.options import RUNS, SET, FileOrUri, NameOrFile, PathType, print_all
 from service.reproduce import terminal
 from service.reproduce.run_table import (
     Reproduction,

@@ -7,8 +7,7 @@ import click
 
 from service.cluster.local_ray import RayLostError
 from service.cluster.resources import is_local, local_capacity
-from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, check_given, experiment_file, is_given
-from service.commands.path_types import PathType
+from service.commands.options import DIR, OUT, RECIPE, RUNS, RUNS_OR_URI, SET, PathType, check_given, experiment_file, is_given
 from service.config.experiment import Resolved, load
 from service.config.files import recipes
 from service.config.paths import absolute_or_new

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from service.cluster.jobs import Job
 from service.cluster.jobs import submit as run_submit
-from service.commands.path_types import FileOrUri, NameOrFile, Override, RecipeOrFile, RunOrRecipe, is_run_folder
+from service.commands.options import FileOrUri, NameOrFile, Override, RecipeOrFile, RunOrRecipe, is_run_folder
 from service.config import strict_yaml
 from service.config.dotted import put
 from service.config.experiment import load, parse_override

@@ -35,8 +35,8 @@ class DriverLog:
         assert self._recorder is not None
         return self._recorder
 
-    def record(self, kind: str, stage: str | None = None, **fields: Any) -> Event:
-        """Write an event, and return it once it is durable.
+    def record(self, kind: str, stage: str | None = None, **fields: Any) -> None:
+        """Write an event. Returns once it is durable.
 
         Raises:
             RayLostError, RecorderLostError: the recorder has ended with its Ray, or alone.
@@ -51,7 +51,6 @@ class DriverLog:
         else:
             local_ray.check_ray()  # the recorder of a lost Ray might never answer
             self._recorder.record([made])
-        return made
 
     def of(self, key: str) -> list[Event]:
         """See `EventLog.of`."""

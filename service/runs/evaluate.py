@@ -1,4 +1,7 @@
-"""`distill evaluate` and `distill embed`: measure a checkpoint or a probe, or write features, on `scale.num_workers` workers."""
+"""`distill evaluate` and `distill embed`: measure a checkpoint or a probe, or write features, on `scale.num_workers` workers.
+
+Shapes: N images, D features.
+"""
 
 import contextlib
 import json
@@ -21,20 +24,22 @@ from service.runs.display import Display, wait_for
 from service.runs.driver_log import recording
 from service.runs.preflight import check_source, note_equal_splits
 from service.runs.run_directory import check_writable
-from service.runs.stored.stored_runs import delete, display_name, fetch_checkpoint, fetch_result, ray_storage, run_store, uri_of
+from service.runs.stored.stored_runs import display_name, fetch_result, find_checkpoint, ray_storage, run_store, uri_of
 from trainables.config import FEATURES_TAP, EvaluateConfig, Measure
 from trainables.data.identity import data_identity
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError, OtherClassesError, StorageError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
-from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, locate_checkpoint, read_checkpoint_header
+from trainables.models.checkpoint_header import FILE_SUFFIXES, is_safetensors, read_checkpoint_header
 from trainables.models.names import check_model_name, library_of
 from trainables.notices import notice
-from trainables.object_store.store import OPENING_S, ObjectStore, is_uri
+from trainables.object_store.store import OPENING_S, ObjectStore
 from trainables.rules import resize_covers_crop
-from trainables.rundir import RunDir, StageDir, create_private
+from trainables.rundir import RunDir, StageDir, create_private, replacing, unwritable_reason, write_text
 from trainables.user_code import file_of, option_key
 
 CHANGEABLE = ("data", "scale", "precision")
+SUFFIXES = (".parquet", ".npy")
+"""Files that `distill embed` writes."""
 
 
 def resolve(
@@ -67,12 +72,10 @@ def resolve(
     if "more" in tree["data"]:
         raise ExperimentError("data.more: an evaluation reads one set: leave it out")
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
-    if weights_key is not None and model is None:
-        raise ExperimentError("--weights-key chooses a part of weights that do not name their model: add --model NAME")
     model = model and with_absolute_file(model)
     if model is not None:
         check_model_name(model)
-    path = fetch_checkpoint(checkpoint) if is_uri(checkpoint) else locate_checkpoint(checkpoint)
+    path = find_checkpoint(checkpoint)
     if path is None and model is None:
         or_model = ", or a model with --weights DEFAULT" if measure == "embed" else ""
         raise CheckpointError(f"no checkpoint at {checkpoint}: give a .safetensors file that `distill train` wrote{or_model}")
@@ -202,9 +205,8 @@ def run_evaluation(
     finally:
         if is_copy:
             with contextlib.suppress(StorageError):  # the evaluation's result or error matters more
-                delete(output)
-                delete(output.with_suffix(".parquet"))
-                ObjectStore(ray_storage(run_dir), OPENING_S).delete_all()
+                for uri in (display_name(run_dir.root), ray_storage(run_dir)):
+                    ObjectStore(uri, OPENING_S).delete_all()
         shutil.rmtree(run_dir.root, ignore_errors=True)
         with contextlib.suppress(OSError):  # another evaluation is running
             run_dir.root.parent.rmdir()
@@ -229,3 +231,56 @@ def evaluation_error(error: WorkersFailedError) -> DistillError:
     if cause.kind in RETRYABLE:
         return ClusterError(f"evaluation failed: {cause}; repeat the command")
     return DistillError(f"evaluation failed: {cause}")
+
+
+def embed(
+    model: str,
+    data_path: str,
+    to: Path,
+    overrides: list[str],
+    root: Path,
+    *,
+    weights: str | None = None,
+    weights_key: str | None = None,
+    tap: str = FEATURES_TAP,
+) -> dict[str, Any]:
+    """Write the features to `to`. Returns what `trainables.engine.features.embed_checkpoint` returns.
+
+    `model` is a checkpoint, or with `weights` the name of a model.
+
+    Raises DistillError.
+    """
+    if to.suffix not in SUFFIXES:
+        raise ExperimentError(f"--to {to}: write FILE.parquet or FILE.npy")
+    if reason := unwritable_reason(to.parent):
+        raise ExperimentError(f"--to {to} cannot be written: {reason}")
+    checkpoint, name = (model, None) if weights is None else (weights, model)
+    config = resolve(checkpoint, data_path, overrides, name, weights_key, measure="embed", tap=tap)
+
+    def take(features: Path) -> None:
+        if to.suffix == ".npy":
+            write_npy(features, to)
+        else:
+            with replacing(to) as temporary:
+                shutil.copyfile(features, temporary)
+
+    return run_evaluation(config, model, root, take)
+
+
+def write_npy(features: Path, to: Path) -> None:
+    """Convert the embeddings of a Parquet file to an (N, D) float32 array, and write the image paths to FILE.npy.txt."""
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(features) as file:
+        width = file.schema_arrow.field("embedding").type.list_size
+        write_text(to.with_name(f"{to.name}.txt"), "".join(f"{path}\n" for path in file.read(["path"])["path"].to_pylist()))
+        with replacing(to) as temporary:
+            shape = (file.metadata.num_rows, width)
+            values_ND = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
+            begin = 0
+            for batch in file.iter_batches(columns=["embedding"]):
+                rows_BD = batch["embedding"].flatten().to_numpy().reshape(-1, width)
+                values_ND[begin : begin + len(rows_BD)] = rows_BD
+                begin += len(rows_BD)
+            values_ND.flush()

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
 from service.config.messages import expected, shown
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
@@ -149,13 +148,6 @@ class RunResult(ResultPart):
     noise_scales: list[float] = Field(default_factory=list)
     search: SearchSummary | None = None
 
-    @model_validator(mode="after")
-    def _trials_are_compared(self) -> Self:
-        for name in ("space", "metric", "mode") if self.trials is not None else ():
-            if name not in self.model_fields_set:
-                raise PydanticCustomError("without", "{name}: missing", {"name": name})
-        return self
-
     @property
     def rows(self) -> list[TrialRow]:
         return self.trials or []
@@ -206,10 +198,6 @@ def first_mistake(error: ValidationError) -> str:
     """Describe the first mistake: the field, and what it should be."""
     detail = error.errors(include_url=False)[0]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).removeprefix(".")
-    if detail["type"] == "without":
-        return detail["msg"]
-    if not field:
-        return "it is not a JSON object"
     if detail["type"] == "missing":
         return f"{field}: missing"
     return f"{field}: must be {expected(detail)}, not {shown(detail['input'])}"

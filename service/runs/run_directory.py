@@ -17,9 +17,8 @@ from service.config.space import GLOBAL_BATCH
 from service.runs.events import event, first_event, to_line
 from service.runs.finetuning import OTHER_CLASSES
 from service.runs.method_copies import copy_methods, use_copies_of
-from service.runs.outcome import to_json
 from service.runs.result import Kind, RunResult
-from service.runs.run_log import RunLog, read_log
+from service.runs.run_log import RunLog, as_json, read_log
 from service.runs.stored.driver_lease import is_fresh
 from service.runs.stored.stored_runs import (
     check_reachable,
@@ -158,7 +157,7 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path, notic
                 check_free(run_dir.root)
             copy_methods(resolved.experiment, run_dir)
             write_text(run_dir.experiment, resolved.to_yaml())
-            first = [first_event(), event("result", changes=to_json(result))]
+            first = [first_event(), event("result", changes=as_json(result))]
             write_atomic(run_dir.events, b"".join(map(to_line, [*first, *(event("notice", text=line) for line in notices)])))
     except OSError as error:
         raise ExperimentError(

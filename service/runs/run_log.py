@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from service.runs.event_log import log_lines
 from service.runs.events import Event, head, parsed
-from service.runs.measurements import combined
-from service.runs.outcome import Outcome, ResultPart
-from service.runs.result import RunResult, TrialRow, first_mistake, parse_result
+from service.runs.outcome import Outcome, ResultPart, combined
+from service.runs.result import RunResult, first_mistake, parse_result
 from trainables.errors import ExperimentError
 from trainables.rundir import Line, RunDir
 
@@ -122,9 +121,9 @@ class ResultFold:
         return self._result
 
 
-def as_json(part: Outcome | TrialRow) -> dict[str, Any]:
+def as_json(part: ResultPart) -> dict[str, Any]:
     """Serialize a part of a result for an event, without fields that have their default values."""
-    return part.model_dump(mode="json", by_alias=True, exclude_defaults=True, warnings=False) | {"status": part.status}
+    return part.model_dump(mode="json", by_alias=True, exclude_defaults=True, warnings=False)
 
 
 class RunLog:

@@ -25,7 +25,6 @@ from service.runs.result import MlflowTarget, RunResult, write_result
 from service.runs.run_directory import locked_run, runs_root_of
 from service.runs.run_log import ResultFold, as_json, read_log
 from service.runs.stored.driver_lease import LeaseLostError
-from service.runs.stored.segments import LogStore
 from service.runs.stored.stored_runs import display_name, uri_of
 from service.runs.stored.stored_session import ENDING_S, stored_session
 from service.tracking.stores import default_uri
@@ -121,7 +120,18 @@ def open_session(
         stack.enter_context(locked_run(run_dir))
         display = stack.enter_context(Display())
         store = stack.enter_context(stored_session(run_dir, display.print))
-        session = stack.enter_context(_begin(resolved, run_dir, display, reporter, store))
+        log = stack.enter_context(contextlib.closing(DriverLog(run_dir.events, store)))
+        found = read_log(run_dir)
+        tracking, syncing, target = resolved.experiment.tracking, None, None
+        if tracking.enabled:
+            uri = tracking.uri or default_uri(runs_root_of(found.result))
+            target = MlflowTarget(uri=uri, experiment=tracking.experiment)
+            syncing = Syncing(run_dir, uri, tracking.experiment, MlflowView, display_name(run_dir.root))
+        session = Session(resolved, run_dir, display, reporter, syncing, log, found.fold)
+        display.watch(run_dir.events, found.end)
+        stack.enter_context(display.reading(found.fold.take))
+        session.record("session_begun", tags=code_tags())
+        session.save(mlflow=target)
         if data is not None and data != session.result.data:
             session.save(**with_data(session.result, data))
         display.print(f"{session.result.kind} {resolved.experiment.name} in {display_name(run_dir.root)}")
@@ -148,25 +158,6 @@ def _end(session: Session, status: str, reason: str = "") -> None:
         session.save(finished=datetime.now().isoformat(timespec="seconds"))
     session.record("session_ended", status=status, reason=reason)
     session.write_snapshot()
-
-
-@contextlib.contextmanager
-def _begin(
-    resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter, store: LogStore | None
-) -> Iterator[Session]:
-    with contextlib.closing(DriverLog(run_dir.events, store)) as log:
-        found = read_log(run_dir)
-        tracking, syncing, target = resolved.experiment.tracking, None, None
-        if tracking.enabled:
-            uri = tracking.uri or default_uri(runs_root_of(found.result))
-            target = MlflowTarget(uri=uri, experiment=tracking.experiment)
-            syncing = Syncing(run_dir, target.uri, target.experiment, MlflowView, display_name(run_dir.root))
-        session = Session(resolved, run_dir, display, reporter, syncing, log, found.fold)
-        display.watch(run_dir.events, found.end)
-        with display.reading(found.fold.take):
-            session.record("session_begun", tags=code_tags())
-            session.save(mlflow=target)
-            yield session
 
 
 def with_data(result: RunResult, data: DataIdentity) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from service import cli
-from service.commands.path_types import is_run_folder
+from service.commands.options import is_run_folder
 from service.config.experiment import load
 from service.runs.run_directory import begin_run
 from tests.run_log import change, write_log
@@ -206,6 +206,7 @@ def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkey
         # No option is ignored without a word.
         (["evaluate", "x", "--data", "digits", "--tap", "pooled"], "--tap needs --probe: add --probe, or leave --tap out"),
         (["embed", "x", "--data", "digits", "--to", "x.npy", "--weights-key", "a"], "--weights-key needs --weights"),
+        (["evaluate", "x", "--data", "digits", "--weights-key", "a"], "--weights-key needs --model"),
         (["pack", "here", "there", "--quality", "90"], "--quality needs --max-side"),
         (
             ["clean", "--older-than", "1d", "--unfinished", "--checkpoints"],

@@ -21,9 +21,9 @@ from service.tracking.run_view import state_path
 from trainables.config import RunStore, TrainConfig
 from trainables.errors import CheckpointError, ExperimentError
 from trainables.locks import is_locked, locked
-from trainables.models.checkpoint_header import checkpoints_of
+from trainables.models.checkpoint_header import checkpoints_of, locate_checkpoint
 from trainables.object_store.checkpoints import fetch, own_folder
-from trainables.object_store.store import OPENING_S, Entry, ObjectStore, object_at
+from trainables.object_store.store import OPENING_S, Entry, ObjectStore, is_uri, object_at
 from trainables.redact import redact_uris
 from trainables.rundir import RunDir, StageDir, write_atomic
 from trainables.user_folder import user_folder
@@ -194,6 +194,11 @@ def people_files(folder: Path) -> list[str]:
 def copies_base() -> str:
     """Return the base of the user's folder, which has in `COPIES` the scratch folders of all roots in object stores."""
     return os.environ.get("RAYDISTILL_COPIES") or tempfile.gettempdir()
+
+
+def find_checkpoint(text: str) -> Path | None:
+    """See `locate_checkpoint`, and `fetch_checkpoint` for a URI."""
+    return fetch_checkpoint(text) if is_uri(text) else locate_checkpoint(text)
 
 
 def fetch_checkpoint(uri: str) -> Path:

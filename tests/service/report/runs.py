@@ -15,9 +15,8 @@ from service.report.document import drawn
 from service.report.page import write_page
 from service.report.records import Records, read_records
 from service.runs.events import Event, event
-from service.runs.outcome import to_json
 from service.runs.result import RunResult, TrialRow
-from service.runs.run_log import read_log
+from service.runs.run_log import as_json, read_log
 from tests.run_log import add, result_of, write_log
 from trainables.rundir import RunDir
 
@@ -222,7 +221,7 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
 
 def written(run_dir: RunDir) -> dict[str, Any]:
     """What a run's log comes to, as plain data that a test may change."""
-    return to_json(result_of(run_dir))
+    return as_json(result_of(run_dir))
 
 
 def typed(result: Mapping[str, Any]) -> RunResult:

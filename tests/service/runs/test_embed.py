@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from service.runs.embed import embed, write_npy
-from service.runs.evaluate import resolve
+from service.runs.evaluate import embed, resolve, write_npy
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from trainables.errors import CheckpointError, ExperimentError

@@ -13,8 +13,8 @@ from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH
 from service.config.sweep import SweepConfig
 from service.runs.events import Event, event
-from service.runs.outcome import to_json
 from service.runs.result import write_result
+from service.runs.run_log import as_json
 from service.sweeps.trials import plan_trials, rows_of
 from tests.run_log import add, change, result_of
 from tests.service.commands import run
@@ -50,7 +50,6 @@ def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
         (lambda r: r["trials"][0]["metrics"].update(step_s="slow"), 'trials[0].metrics.step_s: must be a number, not "slow"'),
         (lambda r: r["trials"][0].update(steps_s=[0.1, None]), "trials[0].steps_s[1]: must be a number, not null"),
         (lambda r: r.update(chosen=3), "chosen: must be text, not 3"),
-        (lambda r: r.pop("metric"), "metric: missing"),
         (lambda r: r.update(search=[]), "search: must be a section of keys, not []"),
         (lambda r: r.update(space=[]), "space: must be a section of keys, not []"),
         (lambda r: r.update(mlflow={"uri": "sqlite:///m.db"}), "mlflow.experiment: missing"),
@@ -134,7 +133,7 @@ def test_a_sweep_over_every_kind_of_space_is_read_again(capsys: pytest.CaptureFi
 def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     values = [64, 64.5, "x", [1, 2], 32]
     resolved = load("digits", [f"sweep.space={json.dumps({GLOBAL_BATCH: values})}"])
-    planned = [to_json(row) for row in rows_of(plan_trials(resolved), resolved, timing=True)]
+    planned = [as_json(row) for row in rows_of(plan_trials(resolved), resolved, timing=True)]
     assert [row["status"] for row in planned] == ["pending", "infeasible", "infeasible", "infeasible", "pending"]
     assert [row["scale"][GLOBAL_BATCH] for row in planned] == values
     run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32]})

@@ -2,9 +2,9 @@
 
 import pytest
 
-from service.runs.measurements import combined
-from service.runs.outcome import Outcome, to_json
+from service.runs.outcome import Outcome, combined
 from service.runs.result import TrialRow
+from service.runs.run_log import as_json
 
 FAST = {"step_s": 0.1, "images_per_s": 1000.0, "phase/data_min_ms": 1.0, "phase/data_max_ms": 5.0, "peak_memory_mib": 900.0}
 SLOW = {"step_s": 0.2, "images_per_s": 500.0, "phase/data_min_ms": 2.0, "phase/data_max_ms": 9.0, "peak_memory_mib": 800.0}
@@ -40,7 +40,7 @@ def test_speeds_are_all_images_over_all_seconds_and_times_means_over_all_steps()
 def test_each_measurement_can_be_read_again_and_one_more_added() -> None:
     first, second = measured(FAST, 30, 30.0, 25.0), measured(SLOW, 10, 5.0, 0.0)
     scale = {"scale.num_workers": 1, "data.global_batch_size": 64, "data.loader_workers": 1}
-    row = TrialRow.model_validate({"id": "000", "params": {}, "scale": scale, **to_json(combined([first, second]))})
+    row = TrialRow.model_validate({"id": "000", "params": {}, "scale": scale, **as_json(combined([first, second]))})
     assert row.each_measurement == [first, second]
     assert len(combined([*row.each_measurement, first]).measurements) == 3
 
