@@ -56,17 +56,14 @@ class Plan:
         tree["data"]["loader_workers"] = self.loader_workers
         tree |= {"teacher_actors": teachers, "accepted_data": self.accepted_data}
         tree["run_store"], stages = run_store(run_dir.root), self.experiment.scale.pipeline_stages
-        stores_checkpoints = tree["run_store"] is not None and self.experiment.train.max_steps is None
-        if stores_checkpoints and stages > 1:
-            raise ExperimentError(
-                f"scale.pipeline_stages {stages}: a checkpoint has a file per stage, which a run in an object store does not"
-                " support: give --out or --runs a folder that all nodes share, or write scale.pipeline_stages 1"
-            )
-        if stores_checkpoints and self.experiment.eval.asynchronous:
-            raise ExperimentError(
-                "eval.asynchronous: the evaluator reads checkpoints from a folder, and this run is in an object store: give --out"
-                " or --runs a folder that all nodes share, or write eval.asynchronous: false"
-            )
+        if tree["run_store"] is not None and self.experiment.train.max_steps is None:  # it has checkpoints there
+            folder = "and this run is in an object store: give --out or --runs a folder that all nodes share, or write"
+            if stages > 1:
+                why = f"scale.pipeline_stages {stages}: a checkpoint has a file per stage"
+                raise ExperimentError(f"{why}, {folder} scale.pipeline_stages 1")
+            if self.experiment.eval.asynchronous:
+                why = "eval.asynchronous: the evaluator reads checkpoints from a folder"
+                raise ExperimentError(f"{why}, {folder} eval.asynchronous: false")
         if self.experiment.measures_teacher(stage):
             tree["teacher_records"] = display_name((sweep_dir or run_dir).root)
         for key, value in absolute_paths(tree).items():

@@ -75,7 +75,7 @@ def test_pipeline_stages_and_an_evaluator_in_an_object_store_are_refused_where_c
     stored, stages = RunDir(run_folder("s3://bucket/runs/one")), ["scale.num_workers=2", "scale.pipeline_stages=2"]
     plan = Plan.on(load("digits", stages).experiment, cluster((16, 0)))
     assert plan.assign("student", RunDir(tmp_path), {}, "/teacher").config.run_store is None
-    with pytest.raises(ExperimentError, match=r"support: give --out or --runs a folder") as caught:
+    with pytest.raises(ExperimentError, match=r"in an object store: give --out or --runs a folder") as caught:
         plan.assign("student", stored, {}, "/teacher")
     assert "\n" not in str(caught.value)
     evaluated = Plan.on(load("digits", ["eval.asynchronous=true"]).experiment, cluster((16, 0)))
