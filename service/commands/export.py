@@ -15,7 +15,7 @@ from service.config.paths import absolute
 from service.runs.stored.stored_runs import fetch_records, find_checkpoint
 from trainables.config import DataConfig
 from trainables.errors import CheckpointError, ExportError
-from trainables.export import EXPORTS
+from trainables.export import NAMES
 from trainables.models.names import check_model_name, library_of
 from trainables.object_store.store import is_uri
 from trainables.rundir import RunDir, write_json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=FileOrUri())
-@click.option("--to", type=click.Choice(list(EXPORTS)), required=True, help="The format.")
+@click.option("--to", type=click.Choice(NAMES), required=True, help="The format.")
 @click.option(
     "--out",
     type=PathType(),

@@ -3,11 +3,5 @@
 Importing this module does not import torch.
 """
 
-EXPORTS = {
-    "onnx": "onnx:FORMAT",
-    "torch_export": "torch_export:FORMAT",
-    "timm": "timm:FORMAT",
-    "torchvision": "state_dict:TORCHVISION",
-    "safetensors": "state_dict:SAFETENSORS",
-}
-"""Format name → `module:Format` in this package."""
+NAMES = ("onnx", "torch_export", "timm", "torchvision", "safetensors")
+"""The names of the formats, see `formats`."""

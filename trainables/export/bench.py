@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainables.errors import ExportError, first_line
-from trainables.export.interface import format_of
+from trainables.export.formats import FORMATS
 from trainables.export.student import Network, Student
 from trainables.metrics.latency import pass_seconds
 from trainables.models.libraries.interface import installed
@@ -50,8 +50,8 @@ def bench(student: Student, batches: Sequence[int], *, image_size: int | None, c
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         try:
-            format_of("onnx").check(student, "onnx")
-            format_of("onnx").write(student, path, False)
+            FORMATS["onnx"].check(student, "onnx")
+            FORMATS["onnx"].write(student, path, False)
             rows += bench_file(path, batches, image_size=None)["rows"]
         except ExportError as error:
             notice(f"onnxruntime is left out: {error}")

@@ -16,7 +16,7 @@ from trainables.config.data import DataConfig
 from trainables.data.source import open_on_node
 from trainables.errors import ExportError
 from trainables.export.compare import compare, predictor, resized_to
-from trainables.export.interface import format_of
+from trainables.export.formats import FORMATS
 from trainables.export.student import Student, data_of, note_layers_behind_embedding
 from trainables.rundir import unwritable_reason, write_json
 
@@ -33,7 +33,7 @@ def export(
         DataError: the images cannot be read.
         ExportError: the format does not support this student, or the outputs differ; then nothing is written.
     """
-    form, folder = format_of(to), folder.absolute()
+    form, folder = FORMATS[to], folder.absolute()
     form.check(student, to)
     if preprocess and not form.is_traced:
         raise ExportError(f"--preprocess: {to} stores parameters, not operations: choose --to onnx or torch_export")
@@ -55,7 +55,7 @@ def export(
                 f"{to} of {student.model} differs from the checkpoint by {found['max_difference']:.3g}, more than "
                 f"{allowed:.3g} ({tolerance:g} × the largest output), so it was not written: try another --to"
             )
-        packages = ("torch", *{"torchvision": ["torchvision"]}.get(to, []), *form.packages)
+        packages = ("torch", *form.packages)
         record = {
             "format": to,
             "file": form.file,

@@ -17,8 +17,8 @@ from tests.trainables.export.students import export_digits, write_student
 from trainables.config import DataConfig
 from trainables.errors import ExportError
 from trainables.export.export import export
+from trainables.export.formats import crop_pct
 from trainables.export.student import read_student
-from trainables.export.timm import crop_pct
 from trainables.notices import notices_to
 
 VIT = "timm/vit_tiny_patch16_224(depth=1)"
@@ -195,7 +195,7 @@ def test_what_a_format_cannot_have_is_refused_with_what_to_write(tmp_path: Path,
     ]:
         with pytest.raises(ExportError, match=says):
             export_digits(path, to, tmp_path / options.pop("folder", "out"), **options)
-    monkeypatch.setattr("trainables.export.interface.installed", lambda package: package != "onnxscript")
+    monkeypatch.setattr("trainables.export.formats.installed", lambda package: package != "onnxscript")
     with pytest.raises(ExportError, match=r"--to onnx needs onnxscript: `pip install raydistill\[export\]`"):
         export_digits(ours, "onnx", tmp_path / "out")
 
