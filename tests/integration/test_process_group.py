@@ -63,7 +63,7 @@ def test_a_gpu_that_ray_has_and_torch_cannot_use_is_refused_before_anything_is_t
             trainer.fit(config, use_gpu=True, loader_workers=1, storage=str(tmp_path / "ray"), name="x")
     finally:
         ray.shutdown()
-    assert not StageDir(tmp_path).metrics.exists()
+    assert not StageDir(tmp_path).last.exists()
     assert [failure.kind for failure in refused.value.failures] == ["device"]
     line = str(refused.value)
     assert len(line.splitlines()) == 1

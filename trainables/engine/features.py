@@ -76,7 +76,7 @@ def embed_checkpoint(config: EvaluateConfig, group: Group, heartbeat: Heartbeat,
     embed, skipped, num_images, num_features = embedder(config, group, report), list[str](), 0, 0
     heartbeat.enter("eval")
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(_written_to(config.features_file)) if group.is_main else None
+        file = stack.enter_context(written_to(config.features_file)) if group.is_main else None
         writer: pq.ParquetWriter | None = None
         for split in SPLITS:
             with split_loader(config, split, group, report) as loader:
@@ -204,7 +204,7 @@ def tables(features: Features, split: Split, source: Source) -> Iterator[pa.Tabl
 
 
 @contextlib.contextmanager
-def _written_to(path: str) -> Iterator[Path]:
+def written_to(path: str) -> Iterator[Path]:
     """A context with a local path to write to; it ends up at `path`, which may be in an object store."""
     if not is_uri(path):
         with replacing(Path(path)) as temporary:

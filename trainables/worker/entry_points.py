@@ -2,10 +2,9 @@
 compute class means, or evaluate."""
 
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,13 @@ from trainables.distributed.pipeline.layout import build_layout
 from trainables.engine.checkpoint_writer import Publish
 from trainables.engine.class_means import write_class_means
 from trainables.engine.evaluate import evaluate_checkpoint
-from trainables.engine.features import embed_checkpoint, probe_checkpoint
-from trainables.engine.job import Job
+from trainables.engine.features import embed_checkpoint, probe_checkpoint, written_to
 from trainables.engine.job_parts import open_loaders
 from trainables.engine.modules import build_cached_teachers
 from trainables.engine.train import build, run_job
 from trainables.metrics.heartbeat import Heartbeat, watched
 from trainables.metrics.report import Report
 from trainables.object_store.checkpoints import StageCheckpoints, fetch_inputs
-from trainables.object_store.store import is_uri, object_at
 from trainables.redact import redact_record
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult
@@ -51,7 +48,7 @@ log = logging.getLogger("raydistill")
 
 
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Train one stage. `settings["config"]` is a `TrainConfig` as plain data. Raises EndedError: see `train_stage`."""
+    """Train one stage. `settings["config"]` is a `TrainConfig` as plain data. Raises EndedError: see `stage_of`."""
     fetch_inputs(settings["config"])
     train_stage(TrainConfig.model_validate(settings["config"]), current_group(), settings["recorder"])
 
@@ -59,7 +56,7 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
 def points_loop_per_worker(settings: dict[str, Any]) -> None:
     """Measure points until the coordinator has no more. `settings` has the first `config` and the `reused` workers.
 
-    Raises EndedError: see `train_stage`; earlier results are kept.
+    Raises EndedError: see `stage_of`; earlier results are kept.
     """
     group, workers, config = current_group(), settings["reused"], settings["config"]
 
@@ -74,6 +71,18 @@ def points_loop_per_worker(settings: dict[str, Any]) -> None:
         config = gather_objects(next_config, group)[0]
 
 
+@contextlib.contextmanager
+def stage_of(config: TrainConfig, group: Group, recorder: RunRecorder) -> Iterator[tuple[Heartbeat, DiskWriter, Reporter]]:
+    """A context for a stage on this rank: its log, torch's settings, its heartbeat, and its records, which a disk writer sends.
+
+    Raises EndedError in place of any exception, with its failure.
+    """
+    with failures_typed(group.rank), watched(config.output_dir) as heartbeat, DiskWriter() as disk:
+        start_logging(config, group, recorder)
+        set_up_torch(config, group)
+        yield heartbeat, disk, Reporter(config, recorder, group, disk)
+
+
 def train_stage(
     config: TrainConfig,
     group: Group,
@@ -84,16 +93,46 @@ def train_stage(
 
     Raises EndedError in place of any exception, with its failure.
     """
-    with (
-        failures_typed(group.rank),
-        watched(config.output_dir) as heartbeat,
-        DiskWriter() as disk,
-    ):
-        start_logging(config, group, recorder)
-        set_up_torch(config, group)
-        reporter = Reporter(config, recorder, group, disk)
-        check = partial(recorder.check_attempt, Path(config.output_dir))
-        job, summary = _train(config, group, reporter, disk, heartbeat, stop_early, publisher(config, reporter), check)
+    with stage_of(config, group, recorder) as (heartbeat, disk, reporter):
+        publish, began_s = publisher(config, reporter), time.time()
+        with contextlib.ExitStack() as stack:
+            telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
+            evaluator = None
+            if config.eval.asynchronous and group.is_main:
+                evaluator = RemoteEvaluator(resources_of(config, group), heartbeat.beat)
+                stack.callback(evaluator.close)
+            job = build(
+                config,
+                group,
+                reporter.report,
+                telemetry,
+                stop_early=stop_early,
+                connections=[ActorConnection(name) for name in config.teacher_actors],
+                disk=disk,
+                heartbeat=heartbeat,
+                interruption_request=interruption_requests(config, group),
+                publish=publish,
+                check=partial(recorder.check_attempt, Path(config.output_dir)),
+                evaluator=evaluator,
+            )
+            stack.callback(job.close)
+            if group.is_main:
+                found = [path.name for path in (job.stage.last, job.stage.best) if path.exists()]
+                # A kill between writing and recording a checkpoint leaves it out of the log.
+                if found and config.run_store is None:
+                    disk.put(partial(reporter.saved, found, job.progress.step, float(job.progress.epoch)))
+                log.info(
+                    "%s: %s on %d x %s, ready after %.1f s; JPEG decoder %s, %.1f MiB of batches per worker",
+                    config.stage,
+                    config.model,
+                    group.world_size,
+                    group.device.type,
+                    time.time() - began_s,
+                    job.train_loader.decoder,
+                    job.train_loader.batches_mib,
+                )
+            stack.enter_context(failures_typed(group.rank))  # type an out-of-memory error before closing frees the memory
+            summary = run_job(job)
         dist.barrier()  # the stage is complete once every rank has finished
         return reporter.complete(
             job.config,
@@ -122,57 +161,6 @@ def publisher(config: TrainConfig, reporter: Reporter) -> Publish:
     return publish
 
 
-def _train(
-    config: TrainConfig,
-    group: Group,
-    reporter: Reporter,
-    disk: DiskWriter,
-    heartbeat: Heartbeat,
-    stop_early: Callable[[Sequence[float]], bool] | None,
-    publish: Publish,
-    check: Callable[[], None],
-) -> tuple[Job, dict[str, float]]:
-    """Build the job, train it to the end and close it. Returns the closed job and its summary."""
-    began_s = time.time()
-    with contextlib.ExitStack() as stack:
-        telemetry = stack.enter_context(node_telemetry(config.train.telemetry_every_s, group))
-        evaluator = None
-        if config.eval.asynchronous and group.is_main:
-            evaluator = RemoteEvaluator(resources_of(config, group), heartbeat.beat)
-            stack.callback(evaluator.close)
-        job = build(
-            config,
-            group,
-            reporter.report,
-            telemetry,
-            stop_early=stop_early,
-            connections=[ActorConnection(name) for name in config.teacher_actors],
-            disk=disk,
-            heartbeat=heartbeat,
-            interruption_request=interruption_requests(config, group),
-            publish=publish,
-            check=check,
-            evaluator=evaluator,
-        )
-        stack.callback(job.close)
-        if group.is_main:
-            found = [path.name for path in (job.stage.last, job.stage.best) if path.exists()]
-            if found and config.run_store is None:  # a kill between writing and recording a checkpoint leaves it out of the log
-                disk.put(partial(reporter.saved, found, job.progress.step, float(job.progress.epoch)))
-            log.info(
-                "%s: %s on %d x %s, ready after %.1f s; JPEG decoder %s, %.1f MiB of batches per worker",
-                config.stage,
-                config.model,
-                group.world_size,
-                group.device.type,
-                time.time() - began_s,
-                job.train_loader.decoder,
-                job.train_loader.batches_mib,
-            )
-        stack.enter_context(failures_typed(group.rank))  # type an out-of-memory error before closing frees the memory
-        return job, run_job(job)
-
-
 def interruption_requests(config: TrainConfig, group: Group) -> InterruptionRequests:
     """Return this rank's interruption requests; rank 0 reserves the resources that more workers would need."""
     if config.next_num_workers is None or not group.is_main:
@@ -190,37 +178,26 @@ def resources_of(config: TrainConfig, group: Group) -> dict[str, float]:
 
 def fill_loop_per_worker(settings: dict[str, Any]) -> None:
     """Fill a teacher's cache; rank 0 records the metrics as the stage's summary. `settings["config"]` is a `FillConfig` as plain
-    data. Raises EndedError: see `train_stage`."""
+    data. Raises EndedError: see `stage_of`."""
     config, group = sequential(FillConfig.model_validate(settings["config"])), current_group()
-    with failures_typed(group.rank), watched(config.output_dir) as heartbeat:
-        start_logging(config, group, settings["recorder"])
-        set_up_torch(config, group)
+    with stage_of(config, group, settings["recorder"]) as (heartbeat, _, reporter):
         config = with_precision(config, group)
-        with DiskWriter() as disk:
-            reporter = Reporter(config, settings["recorder"], group, disk)
-            classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
-            with contextlib.closing(loader), contextlib.closing(val_loader):
-                teachers = build_cached_teachers(config, group, classes, loader)
-                metrics = fill(config, group, teachers, (loader, val_loader), reporter.report, heartbeat)
-            reporter.complete(config, metrics)
+        classes, (loader, val_loader) = open_loaders(config, build_layout(group, 1))
+        with contextlib.closing(loader), contextlib.closing(val_loader):
+            teachers = build_cached_teachers(config, group, classes, loader)
+            metrics = fill(config, group, teachers, (loader, val_loader), reporter.report, heartbeat)
+        reporter.complete(config, metrics)
 
 
 def class_means_loop_per_worker(settings: dict[str, Any]) -> None:
     """Write a teacher with its class means, see `write_class_means`. `settings["config"]` is a `TrainConfig` as plain data.
 
-    Raises EndedError: see `train_stage`.
+    Raises EndedError: see `stage_of`.
     """
     fetch_inputs(settings["config"])
     config, group = TrainConfig.model_validate(settings["config"]), current_group()
-    with (
-        failures_typed(group.rank),
-        watched(config.output_dir) as heartbeat,
-        DiskWriter() as disk,
-    ):
-        start_logging(config, group, settings["recorder"])
-        set_up_torch(config, group)
+    with stage_of(config, group, settings["recorder"]) as (heartbeat, _, reporter):
         config = with_precision(config, group)
-        reporter = Reporter(config, settings["recorder"], group, disk)
         publish = publisher(config, reporter)
         path, metrics = write_class_means(config, group, heartbeat)
         if group.is_main:
@@ -247,11 +224,9 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
         else:
             measure = embed_checkpoint if config.measure == "embed" else probe_checkpoint
             result = measure(config, group, heartbeat, progress(config, group, settings["recorder"]))
-    if group.is_main and is_uri(config.output):
-        store, name = object_at(config.output)
-        store.put(name, json.dumps(result).encode())
-    elif group.is_main:
-        write_json(Path(config.output), result)
+    if group.is_main:
+        with written_to(config.output) as path:
+            write_json(path, result)
 
 
 def progress(config: EvaluateConfig, group: Group, recorder: RunRecorder) -> Report:

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import ray
@@ -35,16 +35,6 @@ class ProcessGroup(ray.train.torch.TorchConfig):  # type: ignore[misc]
         return ProcessGroupBackend
 
 
-class Rendezvous(NamedTuple):
-    """The arguments that all ranks need to create the process group."""
-
-    backend: str
-    timeout: timedelta
-    address: str
-    port: int
-    world_size: int
-
-
 class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: ignore[misc]
     """Ray's torch backend with its own rendezvous of the workers."""
 
@@ -58,11 +48,10 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
             ((address, port, listener),) = results_of([worker_group.execute_single_async(0, reserve_store)], "open a socket")
             results_of(worker_group.execute_async(set_variables, address, port), "set its environment variables")
             results_of(worker_group.execute_async(note_sigterm), "set its signal handler")
-            timeout, world_size = timedelta(seconds=backend_config.timeout_s), len(worker_group)
-            rendezvous = Rendezvous(backend_config.backend, timeout, address, port, world_size)
+            timeout = timedelta(seconds=backend_config.timeout_s)
             joins = [
-                worker_group.execute_single_async(rank, join, rendezvous, rank, listener if rank == 0 else None)
-                for rank in range(world_size)
+                worker_group.execute_single_async(rank, join, backend_config.backend, timeout, None if rank else listener)
+                for rank in range(len(worker_group))
             ]
             results_of(joins, "join the process group", START_LIMIT_S + backend_config.timeout_s)
         except Exception:  # a worker died or is late: Ray Train would leak the group and its reserved resources
@@ -109,28 +98,24 @@ def reserve_store() -> tuple[str, int, int]:
     return address, listener.getsockname()[1], listener.detach()
 
 
-def join(rendezvous: Rendezvous, rank: int, listener: int | None) -> None:
-    """On every rank, create the process group with the store that rank 0 opens on the socket `listener`."""
+def join(backend: str, timeout: timedelta, listener: int | None) -> None:
+    """On every rank, create the process group with the store that rank 0 opens on the socket `listener`; see `set_variables`."""
     interface = interface_of(ray.util.get_node_ip_address())
     if interface is not None:
         # By default gloo resolves the host name, which many systems map to loopback, where other nodes cannot reach it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        rendezvous.address,
-        rendezvous.port,
-        rendezvous.world_size,
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
         is_master=rank == 0,
-        timeout=rendezvous.timeout,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-    dist.init_process_group(
-        store=store,
-        rank=rank,
-        world_size=rendezvous.world_size,
-        timeout=rendezvous.timeout,
-        **group_arguments(rendezvous.backend, ray.train.torch.get_device()),
-    )
+    arguments = group_arguments(backend, ray.train.torch.get_device())
+    dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout, **arguments)
 
 
 def interface_of(address: str) -> str | None:
