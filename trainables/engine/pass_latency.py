@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -18,32 +18,16 @@ from trainables.data.loader.core_wait import CoreWait
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.distributed.group import Group
+from trainables.distributed.pipeline.graph import mode_of
 from trainables.engine.passes import TrainState, run_student
 from trainables.failures import kind_of
 from trainables.metrics.latency import pass_seconds
 
 log = logging.getLogger("raydistill")
 _MAX_S, _ROUNDS = 1.0, 3
-_MAX_PASS_S = 0.5
-"""Do not time a batch whose passes would take longer."""
+_MAX_PASS_S = 0.25
+"""Do not time a batch whose passes would take longer: fixed costs are a small part of it."""
 _MAX_FACTOR = 64
-_MIN_GAIN = 0.97
-"""Doubling the batch helps if it brings the time per image below this fraction of the minimum so far."""
-_PATIENCE = 2
-"""Stop after this many doublings in a row that do not help."""
-
-
-@dataclass(frozen=True)
-class TrainingShape:
-    """What is known of a job's micro-batches from training."""
-
-    micro_batch: int
-    step_s: float
-    """Seconds per micro-batch."""
-    max_images: int
-    """Maximum size of a micro-batch, given the images of an epoch."""
-    peak_bytes: int = 0
-    """Peak GPU memory in tensors."""
 
 
 def inference_ms(model: nn.Module, inputs_1CHW: Tensor, autocast: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
@@ -53,30 +37,36 @@ def inference_ms(model: nn.Module, inputs_1CHW: Tensor, autocast: Callable[[], c
         with torch.no_grad(), autocast():
             model(inputs_1CHW)
 
-    with eval_mode(model):
+    with mode_of(model, training=False):
         return 1e3 * median(pass_seconds(run, _MAX_S / 2, inputs_1CHW.device))
 
 
-def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape) -> dict[str, float]:
+def pass_latency(
+    train_state: TrainState, image_size: int, *, micro_batch: int, step_s: float, max_images: int, peak_bytes: int = 0
+) -> dict[str, float]:
     """Time augmentation, teacher forward, student forward, loss and backward in ms, on images of zeros.
 
     `one_image_ms` is the time for one image, mostly for launching the work. `passes/N_images_ms` is for N images: the job's
-    micro-batch and its doublings, until two in a row make no image cheaper (one may be an outlier), or the images of an epoch
-    or half a second are exceeded. On a GPU, `passes/out_of_memory_images` is the N that did not fit.
+    micro-batch and its doublings, up to `max_images` or a quarter second. On a GPU, `passes/out_of_memory_images` is the N that
+    did not fit.
 
     Each time is the minimum over a few rounds of all sizes (1 s at most after the first), so that a change of the machine's
     speed affects all. CPU times exclude waits for a free core. There is no communication: the student and its methods run
     without DDP, as if this rank were alone. Training state does not change: batch norms keep their statistics, gradients are
-    discarded, and no random number is drawn.
+    discarded, and no random number is drawn, as models are in eval mode. cuDNN's search for the fastest convolutions stays on:
+    without it, its choices for these shapes would stay for later stages.
+
+    Args:
+        step_s: Seconds per micro-batch in training.
+        max_images: Maximum size of a micro-batch, given the images of an epoch.
+        peak_bytes: Peak GPU memory in tensors.
     """
     device, found = train_state.group.device, dict[str, float]()
-    with eval_mode(train_state.distillation_module):
+    with mode_of(train_state.distillation_module, training=False):
         min_s = {1: min(passes_s(train_state, image_size, 1) for _ in range(2))}
-        num_images, image_s, num_worse = shape.micro_batch, math.inf, 0
-        pass_s = min(shape.step_s, num_images * min_s[1])  # an upper bound
-        max_images = min(shape.max_images, _MAX_FACTOR * shape.micro_batch)
-        while num_images <= max_images and pass_s <= _MAX_PASS_S:
-            if device.type == "cuda" and not _fits(device, shape.peak_bytes * num_images / shape.micro_batch):
+        num_images, pass_s = micro_batch, min(step_s, micro_batch * min_s[1])  # an upper bound
+        while num_images <= min(max_images, _MAX_FACTOR * micro_batch) and pass_s <= _MAX_PASS_S:
+            if device.type == "cuda" and not _fits(device, peak_bytes * num_images / micro_batch):
                 log.info("not timing passes on %d images: they do not fit the GPU's memory", num_images)
                 break
             now_s = min(_fitting_s(train_state, image_size, num_images) for _ in range(2))
@@ -85,30 +75,13 @@ def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape)
                 found["passes/out_of_memory_images"] = float(num_images)
                 break
             min_s[num_images] = now_s
-            num_worse = num_worse + 1 if now_s / num_images > _MIN_GAIN * image_s else 0
-            if num_worse == _PATIENCE:
-                break
-            num_images, pass_s, image_s = 2 * num_images, 2 * now_s, min(image_s, now_s / num_images)
+            num_images, pass_s = 2 * num_images, 2 * now_s
         until_s = time.perf_counter() + _MAX_S
         for _ in range(_ROUNDS - 1):
             if time.perf_counter() < until_s:
                 min_s = {number: min(seconds, _fitting_s(train_state, image_size, number)) for number, seconds in min_s.items()}
-    timed = {f"passes/{number}_images_ms": 1e3 * seconds for number, seconds in min_s.items() if number >= shape.micro_batch}
+    timed = {f"passes/{number}_images_ms": 1e3 * seconds for number, seconds in min_s.items() if number >= micro_batch}
     return {"one_image_ms": 1e3 * min_s[1]} | timed | found
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode, in which passes change no state and draw no random number; restore its mode afterwards.
-
-    cuDNN's search for the fastest convolutions stays on. Without it, its choices for these shapes would stay for later stages.
-    """
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 @contextlib.contextmanager
@@ -168,7 +141,7 @@ def passes_s(train_state: TrainState, image_size: int, num_images: int) -> float
 
 
 def passes(train_state: TrainState, image_size: int, num_images: int) -> Callable[[], None]:
-    """Return a function that runs the passes on `num_images` images; call it within `eval_mode` and `use_batch_stats`."""
+    """Return a function that runs the passes on `num_images` images; call it within `mode_of` and `use_batch_stats`."""
     model, device = train_state.distillation_module, train_state.group.device
     images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=torch.uint8)
     images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)

@@ -3,9 +3,10 @@
 Names are `train/…` at a log line, `val/…` and `epoch/…` after an epoch, and plain in the summary: see `metrics.report`.
 """
 
+import contextlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ import torch
 from trainables.device.tensor_format import pixels_of
 from trainables.distributed.group import Group, gather_objects
 from trainables.engine.job import Job
-from trainables.engine.pass_latency import TrainingShape, inference_ms, pass_latency
+from trainables.engine.pass_latency import inference_ms, pass_latency
 from trainables.engine.passes import TrainState
 from trainables.engine.step_sums import LABELED
 from trainables.failures import kind_of
@@ -172,27 +173,16 @@ def _by_name(mappings: Iterable[Mapping[str, T]]) -> dict[str, list[T]]:
     return found
 
 
-def training_shape(job: Job, step_ms: float) -> TrainingShape:
-    """Describe the job's micro-batches, given a mean step time of `step_ms`."""
-    accumulate = job.config.optim.accumulate
-    num_parts = job.group.world_size * accumulate
-    return TrainingShape(
-        micro_batch=max(1, job.config.data.global_batch_size // num_parts),
-        step_s=step_ms / accumulate / 1e3,
-        max_images=job.train_loader.samples_per_epoch // num_parts,
-        peak_bytes=job.metrics.peak_memory.tensors_bytes(),
-    )
-
-
-def _pass_times(job: Job, shape: TrainingShape) -> dict[str, float]:
-    """Run `pass_latency`. {} if a method fails on its images of zeros, which must not fail a finished job."""
-    try:
-        return pass_latency(job.train_state, job.config.data.image_size, shape)
-    except Exception as error:
-        if kind_of(error) == "device":
-            raise
-        log.warning("%s: cannot time the passes: %s: %s", job.config.stage, type(error).__name__, error)
-        return {}
+@contextlib.contextmanager
+def _timing(job: Job, what: str) -> Iterator[None]:
+    """A context for a measurement, whose exceptions must not fail a finished job unless the device is broken."""
+    with job.metrics.clock.part("timing"):
+        try:
+            yield
+        except Exception as error:
+            if kind_of(error) == "device":
+                raise
+            log.warning("%s: cannot time %s: %s: %s", job.config.stage, what, type(error).__name__, error)
 
 
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
@@ -211,22 +201,26 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     # Do not time passes if a timing run may stop early and must be short, torch.compile would recompile for other batch sizes,
     # this rank has only a pipeline stage, a collective teacher would wait for ranks that time fewer passes, or labels are unused.
     config = job.config
-    times_passes = job.stop_early is None and not (config.train.compile or config.omitted) and config.scale.pipeline_stages == 1
-    if times_passes and not job.train_state.teacher.is_collective and not config.init_stage:
-        shape = training_shape(job, summary.get("phase/step_ms", math.inf))
-        with metrics.clock.part("timing"):
-            summary |= _pass_times(job, shape)
-    if config.train.max_steps is None and config.scale.pipeline_stages == 1 and not config.init_stage:
-        blank_1CHW = torch.zeros(
-            (1, 3, config.data.image_size, config.data.image_size), dtype=torch.uint8, device=job.group.device
-        )
-        with metrics.clock.part("timing"):
-            try:
-                summary["inference_ms"] = inference_ms(job.student, pixels_of(config)(blank_1CHW), job.train_state.autocast)
-            except Exception as error:  # must not fail a finished job
-                if kind_of(error) == "device":
-                    raise
-                log.warning("%s: one image is not timed: %s: %s", config.stage, type(error).__name__, error)
+    is_whole = config.scale.pipeline_stages == 1 and not config.init_stage
+    times_passes = job.stop_early is None and not (
+        config.train.compile or config.omitted or job.train_state.teacher.is_collective
+    )
+    if is_whole and times_passes:
+        accumulate, num_parts = config.optim.accumulate, job.group.world_size * config.optim.accumulate
+        with _timing(job, "the passes"):
+            summary |= pass_latency(
+                job.train_state,
+                config.data.image_size,
+                micro_batch=max(1, config.data.global_batch_size // num_parts),
+                step_s=summary.get("phase/step_ms", math.inf) / accumulate / 1e3,
+                max_images=job.train_loader.samples_per_epoch // num_parts,
+                peak_bytes=metrics.peak_memory.tensors_bytes(),
+            )
+    if is_whole and config.train.max_steps is None:
+        size = config.data.image_size
+        blank_1CHW = torch.zeros((1, 3, size, size), dtype=torch.uint8, device=job.group.device)
+        with _timing(job, "the student's forward pass"):
+            summary["inference_ms"] = inference_ms(job.student, pixels_of(config)(blank_1CHW), job.train_state.autocast)
     evaluated = [row for row in progress.history if "val/num_images" in row]
     if evaluated:
         summary |= headline(evaluated[-1])

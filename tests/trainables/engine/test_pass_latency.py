@@ -13,7 +13,7 @@ from trainables.distributed.group import Group
 from trainables.engine import pass_latency as latency
 from trainables.engine import records
 from trainables.engine.job import Job
-from trainables.engine.pass_latency import TrainingShape, pass_latency
+from trainables.engine.pass_latency import pass_latency
 from trainables.engine.passes import TrainState
 from trainables.engine.train import build, run_job
 
@@ -33,7 +33,7 @@ def job(tmp_path: Path) -> Job:
 def test_a_method_that_fails_on_images_of_zeros_ends_no_finished_training(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def singular(*_: object) -> dict[str, float]:
+    def singular(*_: object, **__: object) -> dict[str, float]:
         torch.linalg.cholesky(torch.zeros(2, 2))
         return {}
 
@@ -62,7 +62,7 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
         before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
         job.student.train()
         random = torch.random.get_rng_state()
-        timed = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=4, step_s=0.0, max_images=8))
+        timed = pass_latency(job.train_state, IMAGE_SIZE, micro_batch=4, step_s=0.0, max_images=8)
         assert set(timed) <= {"one_image_ms", "passes/4_images_ms", "passes/8_images_ms"}
         assert equal(before, job.student.state_dict())
         assert torch.equal(random, torch.random.get_rng_state())
@@ -75,10 +75,8 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
     [
         (lambda num_images: 0.01, 2, [2, 4, 8, 16]),  # up to as many images as a micro-batch can have
         (lambda num_images: 0.0001, 1, [1, 2, 4, 8, 16]),
-        (lambda num_images: 0.002 * num_images, 2, [2, 4, 8]),  # an image gets no cheaper
-        (lambda num_images: 0.03 if num_images == 4 else 0.01, 2, [2, 4, 8, 16]),  # something else ran meanwhile
-        (lambda num_images: 0.24, 2, [2, 4, 8, 16]),
-        (lambda num_images: 0.26, 2, [2]),  # the next one may take more than half a second
+        (lambda num_images: 0.12, 2, [2, 4, 8, 16]),
+        (lambda num_images: 0.13, 2, [2]),  # the next one may take more than a quarter second
     ],
 )
 def test_larger_batches_are_timed_as_long_as_that_is_worth_it(
@@ -86,7 +84,7 @@ def test_larger_batches_are_timed_as_long_as_that_is_worth_it(
 ) -> None:
     monkeypatch.setattr(latency, "passes_s", lambda train_state, image_size, num_images: passes_s(num_images))
     with contextlib.closing(job):
-        found = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=micro_batch, step_s=0.0, max_images=16))
+        found = pass_latency(job.train_state, IMAGE_SIZE, micro_batch=micro_batch, step_s=0.0, max_images=16)
     expected = {f"passes/{num_images}_images_ms": 1e3 * passes_s(num_images) for num_images in timed}
     assert found == {"one_image_ms": 1e3 * passes_s(1), **expected}
 
@@ -101,7 +99,7 @@ def test_batches_are_timed_in_turn_so_that_a_machine_that_is_slow_for_a_while_is
 
     monkeypatch.setattr(latency, "passes_s", passes_s)
     with contextlib.closing(job):
-        timed = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=4, step_s=0.0, max_images=16))
+        timed = pass_latency(job.train_state, IMAGE_SIZE, micro_batch=4, step_s=0.0, max_images=16)
     assert timed == {
         "one_image_ms": 1.0,
         "passes/4_images_ms": 2.0,
@@ -120,7 +118,7 @@ def test_a_batch_that_does_not_fit_is_recorded_and_the_ones_before_it_are_timed(
 
     monkeypatch.setattr(latency, "passes_s", with_little_memory)
     with contextlib.closing(job), caplog.at_level("INFO", logger="raydistill"):
-        timed = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=2, step_s=0.0, max_images=64))
+        timed = pass_latency(job.train_state, IMAGE_SIZE, micro_batch=2, step_s=0.0, max_images=64)
     assert timed == {
         "one_image_ms": 1.0,
         "passes/2_images_ms": 1.0,

@@ -22,7 +22,7 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method import Case, check
 from trainables.engine.job import Job
-from trainables.engine.pass_latency import TrainingShape, pass_latency
+from trainables.engine.pass_latency import pass_latency
 from trainables.engine.train import build, train_epoch, train_step
 from trainables.errors import ExperimentError
 from trainables.methods.init_stage import with_init_stage
@@ -222,7 +222,10 @@ def test_a_teacher_normalizes_by_the_batch_where_its_code_leaves_it_in_training_
 
 def costs_on_the_main_rank_alone(group: Group, settings: TrainConfig) -> bool:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        return not group.is_main or pass_latency(job.train_state, 8, TrainingShape(4, 0.0, 8))["passes/4_images_ms"] > 0
+        return (
+            not group.is_main
+            or pass_latency(job.train_state, 8, micro_batch=4, step_s=0.0, max_images=8)["passes/4_images_ms"] > 0
+        )
 
 
 def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks: RankPool, tmp_path: Path) -> None:
