@@ -143,6 +143,8 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     line = text.splitlines()[0]
     if kind == "out_of_memory" and "memory" not in line.lower():
         line += " (its memory ran out)"
+    if isinstance(error, ValueError) and is_single_value(error):
+        line += ": a worker got a batch of one image: set data.last_batch=drop, or another data.global_batch_size"
     return Failure(kind, line, type(error).__name__, rank)
 
 

@@ -1,9 +1,7 @@
-"""Checks during training: non-finite losses and parameters, single-image batches, unreadable images."""
+"""Checks during training: non-finite losses and parameters, unreadable images."""
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator
 
 import torch
 
@@ -13,32 +11,14 @@ from trainables.engine.features import gather_skipped
 from trainables.engine.job import Job
 from trainables.engine.optim import peak_learning_rate
 from trainables.errors import TrainingError
-from trainables.failures import is_single_value
 
 log = logging.getLogger("raydistill")
 
 
-@contextlib.contextmanager
-def single_image_errors(job: Job) -> Iterator[None]:
-    """Explain torch's error when batch norm gets a single value per channel, from one image with 1×1 maps.
-
-    Raises TrainingError: in place of torch's error.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if not is_single_value(error):
-            raise
-        raise TrainingError(
-            f"{job.config.stage}: a worker got a batch of one image, which the batch norm of "
-            f"{job.config.model} cannot normalize: set data.last_batch=drop, another data.global_batch_size or optim.accumulate"
-        ) from error
-
-
 def raise_not_finite(job: Job) -> None:
     """Raise a TrainingError that names the first step with a non-finite loss on any rank. Every rank must call this."""
-    steps = [step for step in gather_objects(int(job.train_state.sums.bad_step), job.group) if step >= 0]
-    raise TrainingError(f"{job.config.stage}: the loss is not finite at step {min(steps) + 1}: {_advice(job)}")
+    step = min(gather_objects(int(job.train_state.sums.bad_step), job.group))
+    raise TrainingError(f"{job.config.stage}: the loss is not finite at step {step + 1}: {_advice(job)}")
 
 
 def check_finite(job: Job) -> None:

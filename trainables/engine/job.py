@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -17,13 +17,12 @@ from trainables.engine.backbone_evaluation import BackboneEvaluation
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.checkpoint_evaluation import Evaluation
 from trainables.engine.checkpoint_writer import CheckpointWriter
-from trainables.engine.epochs import Epochs
 from trainables.engine.interruptions import Interruptions
 from trainables.engine.job_metrics import JobMetrics
-from trainables.engine.passes import TrainState
-from trainables.metrics.pending_line import PendingLine
-from trainables.metrics.phase_timer import PhaseTimer
+from trainables.engine.passes import Epochs, TrainState
+from trainables.metrics.phase_timer import PhaseTimer, StepTimes
 from trainables.metrics.report import Report
+from trainables.metrics.throughput import Window
 from trainables.rundir import StageDir
 from trainables.stage_result import TeacherAccuracy
 
@@ -60,6 +59,19 @@ class Evaluator(Protocol):
 
     def result(self) -> Evaluation:
         """Return the result once `is_done`. Raises what the evaluation raised."""
+
+
+class PendingLine(NamedTuple):
+    """A log line about the steps since the previous one, whose numbers may still be on their way from the device."""
+
+    step: int
+    """Number of steps so far."""
+    step_in_epoch: int
+    lr: float
+    window: Window
+    phases: StepTimes
+    sums: Callable[[], list[list[Any]]]
+    """Waits for the sums of the steps and the checksums of the replicas, over all ranks."""
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from trainables.config import TrainConfig
 from trainables.device.compilation import Compilation
 from trainables.distributed.group import Group
 from trainables.engine.checkpoint import CheckpointState
-from trainables.engine.epochs import Epochs
+from trainables.engine.passes import Epochs
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.clock import clock_of
 from trainables.metrics.heartbeat import Heartbeat

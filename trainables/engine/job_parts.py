@@ -20,7 +20,7 @@ from trainables.distributed.group import Group, broadcast_result, gather_objects
 from trainables.distributed.pipeline.layout import Layout
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
-from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers, init_optimizer
+from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.modules import build_modules, build_student, methods_with_teacher
 from trainables.engine.passes import NoTeacher
 from trainables.engine.pipeline.build import cut_student
@@ -127,13 +127,6 @@ def build_models(
             parameter.data = parameter.data.to(dtype, memory_format=memory_format)
     compile_model(student, config.train.compile)
     return Models(config, name, module, teacher, embedding)
-
-
-def build_job_optimizers(config: TrainConfig, module: DistillationModule) -> tuple[LossOptimizer, ...]:
-    """Build the optimizers, see `build_optimizers`; an init stage has a single one."""
-    if config.init_stage:
-        return (init_optimizer(module, config.optim),)
-    return build_optimizers(module.student, module.methods_by_name, config.optim)
 
 
 def build_checkpoint_state(

@@ -6,17 +6,18 @@ begins. On a CPU they are read at once.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainables.distributed.group import all_reduce_sum, check_replicas, replica_checksums
 from trainables.engine.checks import raise_not_finite
-from trainables.engine.job import Job
+from trainables.engine.job import Job, PendingLine
 from trainables.engine.passes import TrainState
 from trainables.engine.records import means
-from trainables.metrics.pending_line import PendingLine, ToHost
+from trainables.engine.step_sums import NEVER
 from trainables.metrics.phase_timer import data_pct, named
 
 log = logging.getLogger("raydistill")
@@ -35,7 +36,7 @@ def log_step(job: Job, step_in_epoch: int) -> None:
         _learning_rate(train_state),
         metrics.throughput.end(job.progress.step),
         metrics.timer.end_window(),
-        ToHost(_take_totals(job), replica_checksums(train_state.distillation_module, job.group)),
+        _to_host(_take_totals(job), replica_checksums(train_state.distillation_module, job.group)),
     )
     if not job.writes_log_late:
         write_log_line(job)
@@ -50,7 +51,7 @@ def write_log_line(job: Job) -> None:
         return
     line, job.log_line = job.log_line, None
     train_state, progress, metrics = job.train_state, job.progress, job.metrics
-    numbers, checksums_R = line.sums.lists()
+    numbers, checksums_R = line.sums()
     num_sums = len(train_state.sums.names)
     totals, num_bad, noise_sums = numbers[:num_sums], numbers[num_sums], numbers[num_sums + 1 :]
     images_per_s = metrics.throughput.add(line.window, totals[0])
@@ -80,11 +81,26 @@ def write_log_line(job: Job) -> None:
 def _take_totals(job: Job) -> Tensor:
     """Take and reset the sums, the number of ranks with a non-finite loss, and the noise sums: float64, over all ranks."""
     train_state = job.train_state
-    parts = [train_state.sums.values_N, (train_state.sums.bad_step >= 0).double().reshape(1)]
+    parts = [train_state.sums.values_N, (train_state.sums.bad_step < NEVER).double().reshape(1)]
     if train_state.update.noise is not None:
         parts.append(train_state.update.noise.take())
     train_state.sums.clear()
     return all_reduce_sum(torch.cat(parts), job.group)
+
+
+def _to_host(*tensors: Tensor) -> Callable[[], list[list[Any]]]:
+    """Begin to copy tensors to the host. Return a function that waits for the copies and returns their values."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    copied = torch.cuda.Event() if tensors[0].is_cuda else None
+    if copied is not None:
+        copied.record(torch.cuda.current_stream(tensors[0].device))
+
+    def values() -> list[list[Any]]:
+        if copied is not None:
+            copied.synchronize()  # type: ignore[no-untyped-call]
+        return [copy.tolist() for copy in copies]
+
+    return values
 
 
 def _learning_rate(train_state: TrainState) -> float:

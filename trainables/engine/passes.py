@@ -14,7 +14,6 @@ from trainables.device.compilation import Compilation
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.engine.epochs import Epochs
 from trainables.engine.loss_optimizers import LossOptimizer
 from trainables.engine.losses import Losses, TaskLoss, compute_losses
 from trainables.engine.step_sums import LABELED, StepSums
@@ -33,6 +32,22 @@ class NoTeacher(TeacherInterface):
 
     def __call__(self, *_: object, **__: object) -> dict[str, ModelOutputs]:
         return {}
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """The epochs of a stage."""
+
+    num: int
+    steps_per_epoch: int
+    order_offset: int = 0
+    """Epochs of a preceding init stage. Data order and augmentation continue from there."""
+    step_offset: int = 0
+    """Steps so far minus the steps that those epochs would have with the current data: 0 unless the data has changed."""
+
+    def passed(self, step: int) -> float:
+        """Return the (fractional) number of epochs before a step of the stage."""
+        return (step - self.step_offset) / self.steps_per_epoch
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -21,22 +22,8 @@ from trainables.errors import CheckpointError
 from trainables.models.checkpoint_header import META_KEY
 from trainables.rundir import replacing
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
+DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+"""safetensors' names of the dtypes."""
 ALIGNMENT = 8
 
 

@@ -27,20 +27,19 @@ from trainables.engine.backbone_evaluation import BackboneEvaluation, open_label
 from trainables.engine.calibrate import calibrate
 from trainables.engine.checkpoint import CheckpointState
 from trainables.engine.checkpoint_writer import CheckpointWriter, Publish
-from trainables.engine.checks import check_finite, check_skipped, single_image_errors
-from trainables.engine.epochs import Epochs
+from trainables.engine.checks import check_finite, check_skipped
 from trainables.engine.evaluate import evaluate, evaluate_averaged, logits_of
 from trainables.engine.interruptions import Decision, InterruptionRequest, Interruptions
 from trainables.engine.job import Evaluator, Job, Logits, Snapshot, TrainStep
 from trainables.engine.job_metrics import JobMetrics, build_metrics
-from trainables.engine.job_parts import Models, build_checkpoint_state, build_job_optimizers, build_models, open_loaders, restore
+from trainables.engine.job_parts import Models, build_checkpoint_state, build_models, open_loaders, restore
 from trainables.engine.log_lines import log_step, write_log_line
-from trainables.engine.loss_optimizers import LossOptimizer
+from trainables.engine.loss_optimizers import LossOptimizer, build_optimizers, init_optimizer
 from trainables.engine.losses import TaskLoss, num_labeled
 from trainables.engine.modules import selected_methods
 from trainables.engine.omitted_part import RepeatedTeacher, repeat_first
 from trainables.engine.optim import clipping
-from trainables.engine.passes import TrainState, micro_batches, run_student, run_teacher, sum_names
+from trainables.engine.passes import Epochs, TrainState, micro_batches, run_student, run_teacher, sum_names
 from trainables.engine.pipeline.build import with_saved_cut
 from trainables.engine.records import (
     epoch_numbers,
@@ -124,7 +123,11 @@ def build(
             backbone_evaluation = BackboneEvaluation(config, models.embedding, labeled)
             if config.train.max_steps is None and not config.init_stage:  # fail now if the disk cannot hold the outputs
                 models.teacher.for_validation(val_loader)
-        optimizers = build_job_optimizers(config, models.module)
+        optimizers: tuple[LossOptimizer, ...]
+        if config.init_stage:
+            optimizers = (init_optimizer(models.module, config.optim),)
+        else:
+            optimizers = build_optimizers(models.module.student, models.module.methods_by_name, config.optim)
         state = build_checkpoint_state(models, optimizers, layout, classes, (train_loader, val_loader))
         seed_rank(config.seed, group.rank)
         if resumes:
@@ -293,8 +296,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             metrics.timer.mark(loader.wait_phase)
             job.disk.check()
             set_learning_rates(job)
-            with single_image_errors(job):
-                job.train_step(batch, progress.step, metrics.timer)
+            job.train_step(batch, progress.step, metrics.timer)
             metrics.stop_step()
             progress.step, progress.position = progress.step + 1, batch.position
             if progress.step == metrics.throughput.warmup_until:

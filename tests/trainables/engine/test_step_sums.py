@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainables.engine import step_sums
-from trainables.engine.step_sums import StepSums
+from trainables.engine.step_sums import NEVER, StepSums
 
 NAMES = ("images", "top1", "top5", "loss", "term", "absent")
 LOGITS_BK = torch.eye(8)[:4]
@@ -26,7 +26,7 @@ def test_images_hits_and_losses_are_added_up_over_steps_and_micro_batches() -> N
     assert sums.values_N.tolist() == [10, 8, 8 + _in_five(), 4 + 8 + 8, 2.0 * 10, 0]
     sums.clear()
     assert sums.values_N.tolist() == [0] * 6
-    assert int(sums.bad_step) == -1
+    assert int(sums.bad_step) == NEVER
 
 
 def _in_five() -> int:
