@@ -57,18 +57,13 @@ class Throughput:
         return {"steady": self._steady_by_size, "warmup": self._warmup}
 
     def summary(self) -> dict[str, float]:
-        """Return `images_per_s`, `step_s` and `steady_steps` of the steady state, or of the warm-up if it has no steps.
-
-        If the job has had several world sizes, add `workers2/images_per_s`, … for each that reached a steady state.
-        """
+        """Return `images_per_s`, `step_s` and `steady_steps` of the steady state, or of the warm-up if it has no steps."""
         images, seconds, steps = self._steady if self._steady[2] else self._warmup
         if not seconds or not steps:
             return {}
-        sizes = {size: sums for size, sums in self._steady_by_size.items() if sums[1]} if len(self._steady_by_size) > 1 else {}
         return {
             "images_per_s": images / seconds,
             "step_s": seconds / steps,
             "steady_steps": self._steady[2],
             "warmup_s": self._warmup[1] if self._steady[2] else 0.0,
-            **{f"workers{size}/images_per_s": sizes[size][0] / sizes[size][1] for size in sorted(sizes, key=int)},
         }
