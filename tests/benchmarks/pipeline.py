@@ -25,8 +25,8 @@ from tests.benchmarks.rounds import Bar
 from trainables.distributed.group import Group, broadcast_result
 from trainables.distributed.pipeline.block_costs import measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
+from trainables.distributed.pipeline.graph import split
 from trainables.distributed.pipeline.runner import PipelineRunner
-from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.cut_points import cut_points
 from trainables.models.registry import construct

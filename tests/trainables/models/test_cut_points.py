@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 from tests.trainables.models.small_families import SMALL, small
-from trainables.distributed.pipeline.stage_module import become_stage, split
+from trainables.distributed.pipeline.graph import become_stage, split
 from trainables.errors import ModelError
 from trainables.models.cut_points import cut_points
 from trainables.models.registry import construct

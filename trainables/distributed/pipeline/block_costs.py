@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainables.distributed.pipeline.stage_module import split
+from trainables.distributed.pipeline.graph import split
 from trainables.errors import ModelError
 from trainables.failures import is_single_value, kind_of
 

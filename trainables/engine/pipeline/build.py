@@ -14,8 +14,8 @@ from trainables.device.tensor_format import autocast, tensor_format
 from trainables.distributed.group import broadcast_result
 from trainables.distributed.pipeline.block_costs import Block, measure_blocks
 from trainables.distributed.pipeline.choose_cut import StageCosts, choose_cut
+from trainables.distributed.pipeline.graph import become_stage, split
 from trainables.distributed.pipeline.layout import Layout
-from trainables.distributed.pipeline.stage_module import become_stage, split
 from trainables.engine import checkpoint
 from trainables.engine.optim import parameter_copies
 from trainables.errors import ModelError

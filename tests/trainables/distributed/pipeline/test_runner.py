@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.distributed.group import Group
+from trainables.distributed.pipeline.graph import split
 from trainables.distributed.pipeline.runner import PipelineRunner
-from trainables.distributed.pipeline.stage_module import split
 from trainables.distributed.rank_pool import RankPool
 from trainables.models.registry import build_model
 
