@@ -122,7 +122,10 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
         client = teacher.for_validation(job.val_loader)
         batches = client.prefetch(batches, None)
     else:
-        network = _network(job, number)
+        if isinstance(teacher, TeacherNetwork):
+            network = teacher.networks[number]
+        else:  # its logits are cached
+            network = move(load_networks(config, job.checkpoint_state.metadata["classes"])[number], config, group.device)
         precision = teacher_autocast(config.all_teachers[number], config, group.device)
         forward = logits_of(network, pixels_of(config), precision, job.train_state.compilation)
 
@@ -142,14 +145,6 @@ def _measure(job: Job, number: int) -> tuple[float, int, float]:
     labels_K = np.bincount(job.val_loader.source.labels_N, minlength=num_classes)
     shares_K = all_reduce_sum(predicted_K, group).cpu().numpy() / result["num_images"]
     return result["top1_pct"], int(result["num_images"]), float(shares_K @ labels_K) / len(job.val_loader.source)
-
-
-def _network(job: Job, number: int) -> nn.Module:
-    """Return teacher `number`'s network; if its logits are cached, load the network for the measurement."""
-    teacher = job.train_state.teacher
-    if not isinstance(teacher, TeacherNetwork):
-        return move(load_networks(job.config, job.checkpoint_state.metadata["classes"])[number], job.config, job.group.device)
-    return teacher.networks[number]
 
 
 def _key(job: Job, teacher: WeightedConfig) -> str:
