@@ -140,11 +140,12 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
         where = f"{error.filename}: " if error.filename else ""
         remedy = "make it writable" if error.errno == errno.EROFS else "free space"
         return Failure(kind, f"{where}{os.strerror(error.errno or 0)}: {remedy}, then run `distill resume`", None, rank)
+    if isinstance(error, ValueError) and is_single_value(error):
+        remedy = "set data.last_batch=drop, another data.global_batch_size or optim.accumulate"
+        return Failure(kind, f"a worker got a batch of one image, which batch norm cannot normalize: {remedy}", None, rank)
     line = text.splitlines()[0]
     if kind == "out_of_memory" and "memory" not in line.lower():
         line += " (its memory ran out)"
-    if isinstance(error, ValueError) and is_single_value(error):
-        line += ": a worker got a batch of one image: set data.last_batch=drop, or another data.global_batch_size"
     return Failure(kind, line, type(error).__name__, rank)
 
 

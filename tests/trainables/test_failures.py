@@ -272,7 +272,7 @@ def test_torch_refuses_a_single_value_of_a_channel_in_words_that_are_known() -> 
     with pytest.raises(ValueError, match="Expected") as refused:
         norm(torch.ones(1, 2, 1, 1))
     assert is_single_value(refused.value)
-    assert ": a worker got a batch of one image: set data.last_batch=drop, or" in failure_of(refused.value, 0).message
+    assert str(failure_of(refused.value, 0)).startswith("a worker got a batch of one image, which batch norm cannot normalize: ")
     with pytest.raises(ValueError, match="expected 4D") as refused:
         norm(torch.ones(1))
     assert not is_single_value(refused.value)
