@@ -61,41 +61,15 @@ def keys_below(prefix: str) -> list[Key]:
 
 
 def markdown() -> str:
-    """The page `docs/configuration.md`: a table for each section of an experiment.
-
-    A sentence lists the keys that are as in an earlier section, and those that replace keys of their own.
-    """
+    """The page `docs/configuration.md`: a table for each section of an experiment."""
     sections: dict[str, list[Key]] = {}
     for key in all_keys():
         sections.setdefault(re.split(r"\W", key.name)[0], []).append(key)
-    alone = [key for keys in sections.values() if len(keys) == 1 for key in keys]
-    tables = [_table("The experiment", "", alone)]
-    written: dict[tuple[str, ...], str] = {}
+    tables = [_table("The experiment", "", [keys[0] for keys in sections.values() if len(keys) == 1])]
     for name, (section, *keys) in sections.items():
         if keys:
-            text = f"{section.meaning[:1].upper()}{section.meaning[1:]}."
-            in_table = [key for key in keys if _without_section(key) not in written]
-            for first in dict.fromkeys(written[_without_section(key)] for key in keys if key not in in_table):
-                again = [key for key in keys if written.get(_without_section(key)) == first]
-                text += f" {_leaves(again)}: as in [`{first}`](#{first})."
-            if inner := [key for key in in_table if key.meaning == f"absent: {name}.{_leaf(key)}"]:
-                text += f" {_leaves(inner)} of `{inner[0].name.rpartition('.')[0]}`: as those of `{name}`, which they replace."
-            tables.append(_table(f"`{name}`", f"{text}\n\n", [key for key in in_table if key not in inner]))
-            written |= {_without_section(key): name for key in in_table}
+            tables.append(_table(f"`{name}`", f"{section.meaning[:1].upper()}{section.meaning[1:]}.\n\n", keys))
     return "\n".join([PAGE, *tables])
-
-
-def _without_section(key: Key) -> tuple[str, ...]:
-    """What a key has in common with the same one of another section."""
-    return key.name.partition(".")[2], key.type, key.default, key.meaning
-
-
-def _leaf(key: Key) -> str:
-    return key.name.rpartition(".")[2]
-
-
-def _leaves(keys: Sequence[Key]) -> str:
-    return ", ".join(f"`{_leaf(key)}`" for key in keys)
 
 
 def _table(title: str, text: str, keys: Sequence[Key]) -> str:
