@@ -83,7 +83,7 @@ class Package:
         if isinstance(kind, Override):  # right behind it, before any later one of the same key, its paths as absolute ones
             key, parsed = parse_override(value)
             tree: dict[str, Any] = {}
-            put(tree, key, parsed, f"--set {value}")
+            put(tree, {key: parsed}, f"--set {value}")
             return [value, *(f"{key}={json.dumps(path)}" for key, path in absolute_paths(tree, self.method).items())]
         if isinstance(kind, RunOrRecipe) and (is_run_folder(value) or (os.path.isabs(value) and not os.path.exists(value))):
             return [absolute_or_new(value)]
@@ -104,8 +104,7 @@ class Package:
         if text in recipes():
             return text
         tree = experiment.model_dump(mode="json")
-        for key, value in absolute_paths(tree, self.method).items():
-            put(tree, key, value, text)
+        put(tree, absolute_paths(tree, self.method), text)
         (self.folder / f"{experiment.name}.yaml").write_text(strict_yaml.dump(tree), encoding="utf-8")
         return f"{experiment.name}.yaml"
 

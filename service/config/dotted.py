@@ -15,19 +15,21 @@ def merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Set a dotted key in place. Under `sweep.space` the rest of the key is one key, dots and all.
+def put(tree: dict[str, Any], values: Mapping[str, Any], where: str) -> None:
+    """Set dotted keys in place. Under `sweep.space` the rest of a key is one key, dots and all.
 
-    Raises ExperimentError: a part of the key is not a section.
+    Raises ExperimentError: a part of a key is not a section.
     """
-    parts = ["sweep", "space", key.removeprefix("sweep.space.")] if key.startswith("sweep.space.") else key.split(".")
-    for depth, part in enumerate(parts[:-1], start=1):
-        if tree.get(part) is None:
-            tree[part] = {}
-        if not isinstance(tree[part], dict):
-            raise ExperimentError(f"{where}: {'.'.join(parts[:depth])} is a value, not a section")
-        tree = tree[part]
-    tree[parts[-1]] = value
+    for key, value in values.items():
+        parts = ["sweep", "space", key.removeprefix("sweep.space.")] if key.startswith("sweep.space.") else key.split(".")
+        section = tree
+        for depth, part in enumerate(parts[:-1], start=1):
+            if section.get(part) is None:
+                section[part] = {}
+            if not isinstance(section[part], dict):
+                raise ExperimentError(f"{where}: {'.'.join(parts[:depth])} is a value, not a section")
+            section = section[part]
+        section[parts[-1]] = value
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

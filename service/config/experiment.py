@@ -50,8 +50,7 @@ class Resolved:
         Raises ExperimentError: a key or a value that does not exist or does not fit.
         """
         tree = self.experiment.model_dump(mode="json")
-        for key, value in point.items():
-            put(tree, key, value, source)
+        put(tree, point, source)
         experiment = _readable(tree, source) if reading else validate(tree, source)
         return Resolved(experiment, {**self.sources, **dict.fromkeys(point, source)})
 
@@ -67,14 +66,13 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
     tree, marks = copy.deepcopy(written.tree), written.marks
     for text in overrides:
         key, value = parse_override(text)
-        put(tree, key, value, f"--set {text}")
+        put(tree, {key: value}, f"--set {text}")
         marks = {name: mark for name, mark in marks.items() if not name.startswith(f"{key}.")}
         marks |= dict.fromkeys([key, *flatten({key: value})], "--set")
     try:
         experiment, sources = _checked(tree, method_files), _of_values(marks, tree)
         if own := _own_input(experiment, tree):
-            for key, value in own.items():
-                put(tree, key, value, written.where)
+            put(tree, own, written.where)
             name, weights = experiment.student.model, experiment.student.weights
             sources |= dict.fromkeys(own, f"{name}'s own" if weights is None else f"{weights} of {name}")
             experiment = _checked(tree, method_files)
@@ -114,8 +112,7 @@ def _own_input(experiment: Experiment, tree: Mapping[str, Any]) -> dict[str, Any
 def _with_absolute_paths(experiment: Experiment) -> Experiment:
     """The experiment as it is understood from any directory: relative paths begin in this one."""
     tree = experiment.model_dump(mode="json")
-    for key, value in absolute_paths(tree).items():
-        put(tree, key, value, key)
+    put(tree, absolute_paths(tree), "paths")
     return Experiment.model_validate(tree)
 
 

@@ -32,22 +32,17 @@ ENUMERATED = ("grid", "guided")
 MAX_POINTS = 10_000
 
 
-class SpaceError(ExperimentError):
-    """A space that cannot be searched as written."""
-
-    key = "sweep.space"
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"{self.key}: {problem}")
+def _refused(problem: str) -> ExperimentError:
+    return ExperimentError.of_key("sweep.space", problem)
 
 
 def choices(key: str, spec: Any) -> list[Any] | None:
-    """The values of a list or a range; None for a distribution. Raises SpaceError: none of the three."""
+    """The values of a list or a range; None for a distribution. Raises ExperimentError: none of the three."""
     if isinstance(spec, list):
         if not spec:
-            raise SpaceError(f"{key}: the list is empty")
+            raise _refused(f"{key}: the list is empty")
         if repeated := [value for i, value in enumerate(spec) if value in spec[:i]]:
-            raise SpaceError(f"{key}: the list has {repeated[0]} twice, which would be the same trial: write it once")
+            raise _refused(f"{key}: the list has {repeated[0]} twice, which would be the same trial: write it once")
         return spec
     kind, limits = next(iter(spec.items())) if isinstance(spec, Mapping) and len(spec) == 1 else ("", None)
     if not isinstance(limits, list) or not all(type(x) in (int, float) and math.isfinite(x) for x in limits):
@@ -56,18 +51,18 @@ def choices(key: str, spec: Any) -> list[Any] | None:
         return _range(key, *limits)
     if kind not in DISTRIBUTIONS or len(limits) != 2:
         kinds = ", ".join(DISTRIBUTIONS)
-        raise SpaceError(f"{key}: write a list, {{range: [first, last, step]}}, or one of {kinds} with [low, high]")
+        raise _refused(f"{key}: write a list, {{range: [first, last, step]}}, or one of {kinds} with [low, high]")
     if limits[0] > limits[1] or (kind == "loguniform" and limits[0] <= 0):
-        raise SpaceError(f"{key}: {kind} [low, high] needs low ≤ high" + (" and low > 0" if kind == "loguniform" else ""))
+        raise _refused(f"{key}: {kind} [low, high] needs low ≤ high" + (" and low > 0" if kind == "loguniform" else ""))
     return None
 
 
 def _range(key: str, first: float, last: float, step: float = 1) -> list[Any]:
     if step <= 0 or last < first:
-        raise SpaceError(f"{key}: range [first, last, step] needs first ≤ last and step > 0")
+        raise _refused(f"{key}: range [first, last, step] needs first ≤ last and step > 0")
     steps = (last - first) / step + 1e-9
     if steps >= MAX_POINTS:
-        raise SpaceError(f"{key}: the range has {steps + 1:.0f} values, more than {MAX_POINTS}: give it a larger step")
+        raise _refused(f"{key}: the range has {steps + 1:.0f} values, more than {MAX_POINTS}: give it a larger step")
     # In decimals, as they are written: the third of 0.1, 0.2, … is 0.3 and not 0.30000000000000004.
     number = int if isinstance(first, int) and isinstance(step, int) else float
     return [number(Decimal(str(first)) + i * Decimal(str(step))) for i in range(int(steps) + 1)]
@@ -83,23 +78,23 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
 def check_space(space: Mapping[str, Any], policy: str) -> None:
     """Refuse a space that is malformed, or that `policy` cannot enumerate.
 
-    Raises SpaceError: which key, and what to write instead.
+    Raises ExperimentError: which key, and what to write instead.
     """
     for key, spec in space.items():
         if choices(key, spec) is None and policy in ENUMERATED:
-            raise SpaceError(
+            raise _refused(
                 f"{key}: {policy} cannot enumerate a distribution: give a list or a range, or set sweep.policy to random"
             )
 
 
 def points(space: Mapping[str, Any], policy: str, num_samples: int, seed: int) -> list[dict[str, Any]]:
-    """The points of a sweep, a pure function of its arguments, without repetition. Raises SpaceError: an empty space."""
+    """The points of a sweep, a pure function of its arguments, without repetition. Raises ExperimentError: an empty space."""
     if not space:
-        raise SpaceError("nothing to search: give at least one key, such as data.global_batch_size: [128, 256]")
+        raise _refused("nothing to search: give at least one key, such as data.global_batch_size: [128, 256]")
     if policy in ENUMERATED:
         values = [choices(key, spec) or [] for key, spec in space.items()]
         if (count := math.prod(map(len, values))) > MAX_POINTS:
-            raise SpaceError(
+            raise _refused(
                 f"the grid has {count} points, more than {MAX_POINTS}: give fewer values, or set sweep.policy to random"
             )
         return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]

@@ -187,8 +187,7 @@ def _common(tree: Mapping[str, Any], table: Table, teacher: str | None, teachers
 def _with(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """`tree` with dotted keys set."""
     changed = copy.deepcopy(dict(tree))
-    for key, value in values.items():
-        put(changed, key, value, key)
+    put(changed, values, "the table's settings")
     return changed
 
 

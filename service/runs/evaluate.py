@@ -68,7 +68,7 @@ def resolve(
         key, value = parse_override(text)
         if key.split(".")[0] not in CHANGEABLE:
             raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
-        put(tree, key, value, f"--set {text}")
+        put(tree, {key: value}, f"--set {text}")
     if "more" in tree["data"]:
         raise ExperimentError("data.more: an evaluation reads one set: leave it out")
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch

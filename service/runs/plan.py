@@ -66,8 +66,7 @@ class Plan:
                 raise ExperimentError(f"{why}, {folder} eval.asynchronous: false")
         if self.experiment.measures_teacher(stage):
             tree["teacher_records"] = display_name((sweep_dir or run_dir).root)
-        for key, value in absolute_paths(tree).items():
-            put(tree, key, value, stage)
+        put(tree, absolute_paths(tree), stage)
         from trainables.methods.init_stage import with_init_stage  # it imports torch
 
         assignment = None

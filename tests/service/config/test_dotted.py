@@ -14,8 +14,7 @@ def test_merging_replaces_a_space_as_a_whole_and_sections_key_by_key() -> None:
 
 def test_putting_opens_the_sections_on_the_way() -> None:
     tree: dict[str, Any] = {"teacher": None}
-    put(tree, "teacher.model", "resnet8", "here")
-    put(tree, "sweep.space.a.b", [1], "here")
+    put(tree, {"teacher.model": "resnet8", "sweep.space.a.b": [1]}, "here")
     assert tree == {"teacher": {"model": "resnet8"}, "sweep": {"space": {"a.b": [1]}}}
 
 

@@ -40,7 +40,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
     tree: dict[str, Any] = load("digits").experiment.stage("student", folder, {}, None).model_dump(mode="json")
     tree["data"]["loader_workers"] = 1
     for text in overrides:
-        put(tree, *parse_override(text), text)
+        put(tree, dict([parse_override(text)]), text)
     with pytest.raises(ExperimentError) as refused:
         build(TrainConfig.model_validate(tree), Group(), Recorded(), no_telemetry)
     return str(refused.value)

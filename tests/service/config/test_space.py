@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from service.config.space import SpaceError, choices, points
+from service.config.space import choices, points
+from trainables.errors import ExperimentError
 
 
 def test_randint_draws_both_ends_and_nothing_beyond_them() -> None:
@@ -28,7 +29,7 @@ def test_a_range_has_the_numbers_that_one_would_write(limits: list[float], value
 
 def test_a_list_that_would_give_equal_trials_and_a_range_without_end_are_refused() -> None:
     for twice in ([4, 8, 4], [0, 0], ["sgd", "sgd"], [[1], [1]]):
-        with pytest.raises(SpaceError, match=re.escape(f"a.b: the list has {twice[-1]} twice")):
+        with pytest.raises(ExperimentError, match=re.escape(f"a.b: the list has {twice[-1]} twice")):
             choices("a.b", twice)
-    with pytest.raises(SpaceError, match="more than 10000: give it a larger step"):
+    with pytest.raises(ExperimentError, match="more than 10000: give it a larger step"):
         choices("a.b", {"range": [0, 1e300, 1e-300]})
