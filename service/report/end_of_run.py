@@ -5,27 +5,22 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 
 from service.config.experiment import read_resolved
+from service.report import terminal
 from service.report.records import read_records, with_step_times
 from service.report.tables import phase_table
-from service.report.terminal import summary
-from service.report.terminal import verdict as verdict_of
 from service.runs.result import RunResult
 from service.runs.run_log import read_log
 from service.runs.stored.stored_runs import shell_name
 from trainables.rundir import RunDir
 
-__all__ = ["tables", "verdict", "write_page_at_end"]
 
-
-def tables(run_dir: RunDir, result: RunResult) -> Sequence[RenderableType]:
-    """Return the first part of `distill report`, and for a single run the phase times of the student."""
-    phases = phase_table(result.stages[-1].metrics, "a step of the student") if result.kind == "train" else None
-    return [*summary(with_step_times(result, read_log(run_dir))), *([phases] if phases else [])]
-
-
-def verdict(run_dir: RunDir, result: RunResult) -> Sequence[str]:
-    """Return the sentences with which `distill report` tells which trial won and why."""
-    return verdict_of(with_step_times(result, read_log(run_dir)))
+def summary(run_dir: RunDir, result: RunResult) -> tuple[Sequence[RenderableType], list[str]]:
+    """Return the first part of `distill report`, for a single run with the student's phase times, and a sweep's verdict."""
+    if result.kind == "train":
+        phases = phase_table(result.stages[-1].metrics, "a step of the student")
+        return [*terminal.summary(result), *([phases] if phases else [])], []
+    result = with_step_times(result, read_log(run_dir))
+    return terminal.summary(result), terminal.verdict(result)
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:

@@ -42,11 +42,8 @@ FLUSH_S, MAX_FLUSH_S, PENDING_RUNS_S = 30.0, 300.0, 10.0
 class ResultReporter(Protocol):
     """Shows a result. Commands pass `service.report.end_of_run`, which this package may not import."""
 
-    def tables(self, run_dir: RunDir, result: RunResult) -> Sequence[RenderableType]:
-        """Return the tables and lines of text that end a run or sweep on the terminal."""
-
-    def verdict(self, run_dir: RunDir, result: RunResult) -> Sequence[str]:
-        """Say in sentences which trial of a sweep won and why."""
+    def summary(self, run_dir: RunDir, result: RunResult) -> tuple[Sequence[RenderableType], list[str]]:
+        """Return the tables and lines that end a run or sweep on the terminal, and those on which trial won and why."""
 
     def write_page_at_end(self, run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
         """Write `report.html`. Errors are logged, not raised."""
@@ -99,13 +96,15 @@ class Session:
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
         return wait_for(work, self.display, tick)
 
-    def show_result(self) -> None:
-        """Print the current result's tables and sentences."""
-        for part in self.reporter.tables(self.run_dir, self.result):
+    def show_result(self) -> list[str]:
+        """Print the current result's tables and sentences. Returns those on which trial of a sweep won and why."""
+        parts, verdict = self.reporter.summary(self.run_dir, self.result)
+        for part in parts:
             if isinstance(part, str):
                 self.display.print(part)
             else:
                 self.display.console.print(part)
+        return verdict
 
 
 @contextlib.contextmanager

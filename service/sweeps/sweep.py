@@ -153,8 +153,7 @@ def finish(session: Session, trials: list[Trial]) -> None:
     save_rows(session, trials)
     if session.experiment.sweep.policy == "guided":
         session.save(**conclusion(session.result))
-    session.show_result()
-    session.save(verdict=list(session.reporter.verdict(session.run_dir, session.result)))
+    session.save(verdict=session.show_result())
     best = session.result.best
     if best is None:
         raise TrainingError(f"none of {len(trials)} trials measured {session.experiment.sweep.metric}: see the table for reasons")

@@ -123,12 +123,10 @@ def test_the_end_of_a_sweep_calls_noise_what_its_report_calls_noise(tmp_path: Pa
         stage = f"trials/{name}/student"
         add(run_dir, *(line("step", 1, 1, BEGAN_MS, {"train/phase/step_ms": ms}, stage) for ms in (9.0, 1.0, 300.0, 2.0)))
     records = records_of_run(run_dir.root)
-    lines = end_of_run.verdict(run_dir, result_of(run_dir))
+    parts, lines = end_of_run.summary(run_dir, result_of(run_dir))
     assert ", within noise, than" in lines[1]
     assert lines == verdict(records.result)
-    assert [shown(part) for part in end_of_run.tables(run_dir, result_of(run_dir))] == [
-        shown(part) for part in summary(records.result)
-    ]
+    assert list(map(shown, parts)) == list(map(shown, summary(records.result)))
 
 
 def test_phases_show_their_share_of_the_step() -> None:

@@ -34,7 +34,7 @@ def test_an_interrupted_run_ends_in_mlflow_while_its_page_is_made_which_is_among
     class SlowPage:
         """A reporter whose page takes until MLflow knows of the end."""
 
-        tables, verdict = staticmethod(end_of_run.tables), staticmethod(end_of_run.verdict)
+        summary = staticmethod(end_of_run.summary)
 
         @staticmethod
         def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
@@ -118,7 +118,9 @@ def test_a_run_that_goes_on_with_other_data_says_so_in_its_result_its_tables_and
     assert {**dict(result_of(run_dir)), "seconds": 0} == {**dict(session.result), "seconds": 0}
     assert f"not exact: {line}" in run_dir.report.read_text()
     row = StageRow(stage="student", model="mlp_small", status="ok")
-    assert f"note: not exact: {line}" in end_of_run.tables(session.run_dir, session.result.model_copy(update={"stages": [row]}))
+    assert (
+        f"note: not exact: {line}" in end_of_run.summary(session.run_dir, session.result.model_copy(update={"stages": [row]}))[0]
+    )
 
 
 def test_the_bars_of_a_session_move_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
