@@ -38,8 +38,6 @@ REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALRE
 READ_ONLY = {"PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND"}
 REFUSED_STATUS = {400, 411, 413, 414, 415, 422}
 MAX_NAME, MAX_PARAM, MAX_TAG = 250, 6000, 5000
-MAX_ROWS_OF = {"params": 100, "tags": 100, "metrics": 800}
-"""Rows of each kind in one log_batch: MLflow takes as many parameters and tags, and 1000 in all."""
 FILES = ("artifact", "model")
 
 log = logging.getLogger("raydistill")
@@ -48,7 +46,7 @@ for _name in ("mlflow", "alembic"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
 
 Row = tuple[str, tuple[Any, ...]]
-"""A key of `MAX_ROWS_OF`, with (name, value) of a parameter or tag, or (name, value, unix ms, step) of a metric."""
+"""`params`, `tags` or `metrics`, with (name, value) of a parameter or tag, or (name, value, unix ms, step) of a metric."""
 
 
 class _DeletedError(Exception):
@@ -239,26 +237,22 @@ class Sender:
     def _log(self, run: RunView, known: _RemoteRun) -> None:
         """Send the metrics, and the parameters and tags that the store lacks."""
         params = {} if known.params is None else run.params()
-        rows: dict[str, list[Row]] = {
-            "params": [("params", item) for item in params.items() if item[0] not in (known.params or ())],
-            "tags": [("tags", item) for item in run.tags.items() if known.tags.get(item[0]) != item[1]],
-            "metrics": [("metrics", item.value) for item in run.items if item.kind == "metrics"],
-        }
-        while part := [row for kind, each in rows.items() for row in each[: MAX_ROWS_OF[kind]]]:
-            self._log_part(known, part)
-            rows = {kind: each[MAX_ROWS_OF[kind] :] for kind, each in rows.items()}
+        rows: list[Row] = [("params", item) for item in params.items() if item[0] not in (known.params or ())]
+        rows += [("tags", item) for item in run.tags.items() if known.tags.get(item[0]) != item[1]]
+        rows += [("metrics", item.value) for item in run.items if item.kind == "metrics"]
+        self._log_rows(known, rows)
         known.params, known.tags = None, dict(run.tags)
         run.items = deque(item for item in run.items if item.kind != "metrics")
 
-    def _log_part(self, known: _RemoteRun, part: list[Row]) -> None:
-        """Send rows in one request. If it is rejected, send its halves, until each rejected row is found and skipped."""
-        entities = {kind: [entity(kind, *row) for of, row in part if of == kind] for kind in MAX_ROWS_OF}
+    def _log_rows(self, known: _RemoteRun, rows: list[Row]) -> None:
+        """Send rows at once. If they are rejected, send each half, until each rejected row is found and skipped."""
+        entities = {kind: [entity(kind, *row) for of, row in rows if of == kind] for kind in ("params", "tags", "metrics")}
         request = partial(self._client.log_batch, known.run_id, **entities, synchronous=True)
-        if len(part) == 1:
-            self._request(known, part[0][1], request)
-        elif self._refusal_of(known, request):
-            for half in (part[: len(part) // 2], part[len(part) // 2 :]):
-                self._log_part(known, half)
+        if len(rows) == 1:
+            self._request(known, rows[0][1], request)
+        elif rows and self._refusal_of(known, request):
+            for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+                self._log_rows(known, half)
 
     def _send_files(self, run: RunView, known: _RemoteRun) -> None:
         """Send a run's files and other objects. After one file fails no more are tried: the server may have no artifact store."""
