@@ -85,7 +85,7 @@ def draw(
     return plot
 
 
-def add_band(plot: Plot, color: str, frame: pd.DataFrame, columns: Sequence[str], group: str = "") -> None:
+def add_band(plot: Plot, color: str, frame: pd.DataFrame, columns: Sequence[str], group: str) -> None:
     """Fill the area between the second and third of three columns, over the first; behind the lines and not in the legend."""
     xs, low, high = (frame[name].tolist() for name in columns)
     plot.add_scatter(

@@ -36,12 +36,8 @@ class Comparison:
     def differences(self) -> Table | None:
         """The keys whose values differ between the experiments, without those that both searched."""
         own = [records.experiment for records in (self.a, self.b)]
-        both = [
-            key
-            for key in searched_keys(self.a.rows)
-            if all(any(key in row.params for row in one.rows) for one in (self.a, self.b))
-        ]
-        keys = [key for key in {**own[0], **own[1]} if key != "name" and key not in both]
+        a, b = ({key for row in one.rows for key in row.params} for one in (self.a, self.b))
+        keys = [key for key in {**own[0], **own[1]} if key != "name" and key not in a & b]
         changed = [[key, *(str(one.get(key)) for one in own)] for key in keys if own[0].get(key) != own[1].get(key)]
         columns = ["key", "A", "B"]
         return Table("differences between the experiments", columns, changed, left=columns) if changed else None
@@ -83,18 +79,6 @@ def verdicts(ratios: pd.Series, errors: pd.Series) -> pd.Series:
     return found.where(errors.notna(), "spread unknown")
 
 
-def overall(ratios: pd.Series) -> tuple[float, float, float] | None:
-    """Return the geometric mean of the ratios and its 95% bounds from the spread over points; None for fewer than two.
-
-    The bounds do not cover differences between two days (clocks, other jobs, caches), which shift all points alike.
-    """
-    test = paired_t_test(np.log(ratios).tolist())
-    if test is None:
-        return None
-    mean, half_width, _ = test
-    return math.exp(mean), math.exp(mean - half_width), math.exp(mean + half_width)
-
-
 def lead(comparison: Comparison) -> list[str]:
     """Summarize the comparison in sentences."""
     sentences, speeds, points = [], [], comparison.points
@@ -109,8 +93,9 @@ def lead(comparison: Comparison) -> list[str]:
         return [*sentences, "A and B have no point in common."]
     counted = names.counted(len(points), "common point")
     count = points["verdict"].value_counts().reindex(list(COLORS), fill_value=0)
-    if whole := overall(points[RATIO]):
-        mean, low, high = whole
+    if test := paired_t_test(np.log(points[RATIO]).tolist()):
+        log_mean, half, _ = test
+        mean, low, high = (math.exp(log) for log in (log_mean, log_mean - half, log_mean + half))
         bounds = f"geometric mean; 95% between {low:.3f} and {high:.3f}"
         sentences.append(f"Over {counted} B is {mean:.3f} times as fast as A ({bounds}).")
     unknown = count["spread unknown"]
