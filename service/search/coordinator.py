@@ -133,9 +133,12 @@ class PointCoordinator:
         return None if point is None else self._ids[identity(point)]
 
     def _start(self, group_id: str) -> Running:
-        """Begin the next measurement of a group's trial."""
+        """Begin the next measurement of a group's trial, in a folder of its own: those before it stand."""
         trial = self._trial_of[group_id]
-        assignment = self._measurement(trial)
+        assignment = self._assignments[trial]
+        number = len(assignment.log.of(f"trials/{trial}"))
+        output_dir = str(self._run_dir.trial(trial).measurement(number).root)
+        assignment = replace(assignment, config=assignment.config.model_copy(update={"output_dir": output_dir}))
         remove_leftovers(assignment.stage_dir)
         begin_stage(trial, assignment)
         self._running[group_id] = Running(assignment, time.time())
@@ -157,10 +160,3 @@ class PointCoordinator:
         if self._planner is not None:
             for each, outcome in outcomes.items():
                 self._planner.tell(self._points[each], observation(outcome))
-
-    def _measurement(self, trial: str) -> Assignment:
-        """The trial's next measurement, in a folder of its own: those before it stand, whatever becomes of it."""
-        assignment = self._assignments[trial]
-        number = len(assignment.log.of(f"trials/{trial}"))
-        output_dir = str(self._run_dir.trial(trial).measurement(number).root)
-        return replace(assignment, config=assignment.config.model_copy(update={"output_dir": output_dir}))

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.config.space import GLOBAL_BATCH
+from service.runs.result import ClusterHardware
 from service.search.points import (
     Array,
     Flags,
-    Hardware,
     Observation,
     Point,
     categories,
@@ -87,7 +87,7 @@ class Planner:
     def __init__(
         self,
         points: Sequence[Point],
-        hardware: Hardware,
+        hardware: ClusterHardware,
         *,
         metric: str = "images_per_s",
         tolerance: float = 0.025,
@@ -106,14 +106,8 @@ class Planner:
         `factor` is what a point's seconds for an image are multiplied by, such as the images that a batch needs to a target.
         The metric `pareto` asks for the front of speed and cost: the best of each num_workers that none beats in both.
 
-        Raises:
-            ValueError: no points, or a metric that is none of `METRICS`.
-            KeyError: a point without scale.num_workers, data.global_batch_size or data.loader_workers.
+        Raises KeyError: a point without scale.num_workers, data.global_batch_size or data.loader_workers.
         """
-        if not points:
-            raise ValueError("a search needs at least one point")
-        if metric not in METRICS:
-            raise ValueError(f"metric {metric} cannot be searched for: write one of {', '.join(METRICS)}")
         self.tolerance, self.max_steps, self._warmup_steps, self._usual_start_s = tolerance, max_steps, warmup_steps, start_s
         self._along_front, self._grid_share, self._budget_gpu_s = metric == "pareto", budget_grid_share, budget_gpu_s
         self.points = list({identity(point): point for point in points}.values())

@@ -1,4 +1,4 @@
-"""What a search over training throughput sees: the cluster, the points of the sweep as numbers, and what a probe brought.
+"""What a search over training throughput sees: the points of the sweep as numbers, and what a probe brought.
 
 Shapes: M points, K extra categories.
 """
@@ -14,21 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
+from service.runs.result import ClusterHardware
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Point = Mapping[str, Any]
 Category = tuple[str, str]  # an extra key, and one of its values as `repr` writes it
 SPARE_MEMORY = 0.04  # of a GPU's, that the best point leaves if it can: memory grows in a long run
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What is known of the cluster before anything is measured."""
-
-    nodes: int
-    gpus_per_node: int  # or CPU slots where there is no GPU
-    cpus_per_node: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +89,7 @@ class Layout:
     member_KM: Array  # 1 where the point has the category
 
     @classmethod
-    def of(cls, points: Sequence[Point], hardware: Hardware, extras: Sequence[Category]) -> Layout:
+    def of(cls, points: Sequence[Point], hardware: ClusterHardware, extras: Sequence[Category]) -> Layout:
         """Read the three axes of every sweep, and which extra categories each point has.
 
         Raises:
@@ -105,10 +97,10 @@ class Layout:
         """
         member_KM = [[key in point and repr(point[key]) == value for point in points] for key, value in extras]
         workers_M = np.array([float(point[NUM_WORKERS]) for point in points])
-        per_node_M = np.minimum(workers_M, hardware.gpus_per_node)
+        per_node_M = np.minimum(workers_M, hardware.slots_per_node)
         return cls(
             workers_M=workers_M,
-            nodes_M=np.ceil(workers_M / hardware.gpus_per_node),
+            nodes_M=np.ceil(workers_M / hardware.slots_per_node),
             per_node_M=per_node_M,
             batch_M=np.array([math.ceil(point[GLOBAL_BATCH] / point[NUM_WORKERS]) for point in points], dtype=float),
             threads_M=np.array([float(point[LOADER_WORKERS]) for point in points]),

@@ -4,7 +4,6 @@ So a search goes on after a kill, and a finished one has its posterior, from `re
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 from service.config.space import GLOBAL_BATCH
 from service.config.sweep import TIME
 from service.runs.outcome import Outcome
-from service.runs.result import ClusterHardware, RunResult, SearchSummary, TrialRow
+from service.runs.result import RunResult, SearchSummary, TrialRow
 from service.search.planner import METRICS, Planner
-from service.search.points import Hardware, Observation, identity
+from service.search.points import Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
 from service.search.time_to_accuracy import BatchScaling, TimeToAccuracySearch
-from trainables.metrics.phases import ALL_PHASES, BUBBLE, RECEIVE
+from trainables.metrics.phases import ALL_PHASES, BUBBLE
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
 """Statuses that tell something of a point. What the cluster can never hold is no point of the search."""
@@ -48,36 +47,21 @@ def observation(outcome: Outcome) -> Observation:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Mean seconds of each phase. Of pipeline stages the first one alone waits for its loader, the others for the first one.
-
-    What they wait is of the bubble. Older records count it as `data`.
-    """
+    """Mean seconds of each phase. Of pipeline stages only the first, with rank 0, waits for its loader; others wait for it."""
     phases_s = {phase: metrics[f"phase/{phase}_ms"] / 1e3 for phase in ALL_PHASES if f"phase/{phase}_ms" in metrics}
-    ranks = {match[1]: value / 1e3 for name, value in metrics.items() if (match := re.fullmatch(r"(rank\d+)/data_ms", name))}
-    received_s = phases_s.pop(RECEIVE, 0.0)
-    if BUBBLE in phases_s and ranks:
-        loader_s = min(data_s for rank, data_s in ranks.items() if not metrics.get(f"{rank}/{RECEIVE}_ms"))
-        phases_s |= {"data": loader_s, BUBBLE: phases_s[BUBBLE] + received_s + phases_s["data"] - loader_s}
+    if BUBBLE in phases_s and "rank0/data_ms" in metrics:
+        loader_s = metrics["rank0/data_ms"] / 1e3
+        phases_s |= {"data": loader_s, BUBBLE: phases_s[BUBBLE] + phases_s["data"] - loader_s}
     return phases_s
 
 
-def hardware_of(hardware: ClusterHardware) -> Hardware:
-    """The cluster of a sweep as the model of a step's time has it."""
-    return Hardware(hardware.nodes, hardware.slots_per_node, hardware.cpus_per_node)
-
-
 def replay(result: RunResult) -> Planner:
-    """The planner of a sweep as its `result.json` tells it, guided or not.
-
-    Raises:
-        ValueError: no point could be searched, or the sweep ended before it had its cluster, and so has no `hardware`.
-    """
-    if result.hardware is None:
-        raise ValueError(f"the records of {result.name} do not say what cluster it ran on")
+    """The planner of a sweep as its `result.json` tells it, guided or not. One of its points could run on a cluster."""
+    assert result.hardware is not None
     points = searched(result.rows)
     planner = Planner(
         list(points.values()),
-        hardware_of(result.hardware),
+        result.hardware,
         metric=result.metric if result.metric in METRICS else "images_per_s",
         tolerance=result.tolerance,
         budget_grid_share=result.budget_grid_share,
@@ -104,7 +88,7 @@ def conclusion(result: RunResult) -> dict[str, Any]:
         return {"trials": rows}
     planner = replay(result)
     if result.metric == TIME:
-        return {"trials": rows, **outcome_of_time_to_accuracy(result, planner)}
+        return {"trials": rows, "search": summary_of_time_to_accuracy(result, planner)}
     planner.ask()
     rows_at = {identity(point_of(row)): row for row in reversed(ran)}
     search = SearchSummary(
@@ -151,12 +135,12 @@ def time_to_accuracy_search(result: RunResult, planner: Planner) -> tuple[TimeTo
     return found, trials
 
 
-def outcome_of_time_to_accuracy(result: RunResult, planner: Planner) -> dict[str, Any]:
-    """What a search for time says at its end, see `conclusion`. `search.predicted_s`: of each point that could run, by trial."""
+def summary_of_time_to_accuracy(result: RunResult, planner: Planner) -> SearchSummary:
+    """What a search for time says at its end. `predicted_s`: of each point that could run, by trial."""
     found, ids = time_to_accuracy_search(result, planner)
     found.ask()
     scaling, predicted = found.scaling(), found.predict()
-    search = SearchSummary(
+    return SearchSummary(
         why=found.why(),
         bound_pct=percent(found.bound()),
         spent_gpu_s=spent_gpu_s(result.rows),
@@ -164,7 +148,6 @@ def outcome_of_time_to_accuracy(result: RunResult, planner: Planner) -> dict[str
         s_min=scaling.s_min,
         predicted_s=dict(zip(ids, predicted.seconds_M.tolist(), strict=True)),
     )
-    return {"search": search}
 
 
 def percent(bound: float) -> float | None:

@@ -1,13 +1,10 @@
 """The rows of a sweep's `result.json` as points: which of them a search may choose from."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from service.runs.outcome import Outcome
 from service.runs.result import TrialRow
 from service.search.points import Point
-
-Row = TypeVar("Row", bound=TrialRow)
 
 
 def point_of(row: TrialRow) -> Point:
@@ -25,6 +22,6 @@ def measurements(row: TrialRow) -> list[Outcome]:
     return [] if row.status in ("pending", "untested") else row.each_measurement
 
 
-def probes(rows: Sequence[Row]) -> list[Row]:
+def probes(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """The rows of the points themselves, without the trainings to a target that followed some of them."""
     return [row for row in rows if row.speed_trial is None]

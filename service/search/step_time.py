@@ -21,7 +21,8 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.special import digamma
 
-from service.search.points import Array, Category, Hardware, Layout, Observation, Point, relative_error
+from service.runs.result import ClusterHardware
+from service.search.points import Array, Category, Layout, Observation, Point, relative_error
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,6 @@ class Times:
     supply: Array  # what the loader alone would take
     work: Array  # everything but the wait for data
     forward: Array
-    local: Array  # one worker's own work, nobody waited for
-    exposed: Array  # all-reduce that the backward does not hide
 
     @property
     def logs(self) -> Array:
@@ -129,7 +128,7 @@ def step_times(logs: Array, layout: Layout) -> Times:
     top = np.maximum(supply, work)
     overlapped = top * (1 + (np.minimum(supply, work) / top) ** order) ** (1 / order)
     step = np.where(layout.threads_M > 0, overlapped, supply + work)  # without loader threads nothing overlaps
-    return Times(step, supply, work, forward, local, exposed)
+    return Times(step, supply, work, forward)
 
 
 @dataclass(frozen=True)
@@ -162,13 +161,13 @@ class Measured:
 class StepTime:
     """The model with what is known of its parameters: normal in the logarithms."""
 
-    hardware: Hardware
+    hardware: ClusterHardware
     extras: tuple[Category, ...]
     mean_P: Array
     covariance_PP: Array
 
     @classmethod
-    def prior(cls, hardware: Hardware, extras: tuple[Category, ...] = ()) -> StepTime:
+    def prior(cls, hardware: ClusterHardware, extras: tuple[Category, ...] = ()) -> StepTime:
         """What is known before anything is measured."""
         more = [0.0] * (2 * len(extras))
         mean_P = np.array([math.log(p.median) for p in PARAMETERS] + more)

@@ -66,13 +66,7 @@ class BatchScaling:
 
         Maximum a posteriori and its curvature. A training is known to half of what lies between two evaluations; one that
         never reached the target only says that it takes longer.
-
-        Raises:
-            ValueError: a noise scale, a batch or a number of steps that is not positive.
         """
-        positive = [*noise_scales, *(number for t in trainings for number in (t.global_batch, t.steps, t.every))]
-        if not all(number > 0 and math.isfinite(number) for number in positive):
-            raise ValueError(f"noise scales, batches and steps are above 0, not {min(positive):g}")
         median, spread = (math.exp(float(np.log(noise_scales).mean())), FORM) if noise_scales else UNMEASURED
         batch_O, end_O, every_O = np.array([(t.global_batch, t.steps, t.every) for t in trainings]).reshape(-1, 3).T
         reached_O = np.array([t.reached for t in trainings], dtype=bool)

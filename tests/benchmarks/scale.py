@@ -219,8 +219,9 @@ def clean(size: int, folder: Path) -> Figures:
 
 def planner(size: int, folder: Path) -> Figures:
     """The guided search over a grid of `size` points: what it takes to choose the 5th, 10th and 20th."""
+    from service.runs.result import ClusterHardware
     from service.search.planner import Planner
-    from service.search.points import Hardware, Observation
+    from service.search.points import Observation
     from tests.service.report.runs import timed as row_of
 
     space, rng, figures = space_of(size), np.random.default_rng(0), Figures()
@@ -228,7 +229,7 @@ def planner(size: int, folder: Path) -> Figures:
         dict(zip(space, values, strict=True))
         for values in np.stack(np.meshgrid(*space.values()), -1).reshape(-1, len(space)).tolist()
     ]
-    search = Planner(points, Hardware(64, 8, 128), seed=0)
+    search = Planner(points, ClusterHardware(nodes=64, slots_per_node=8, cpus_per_node=128), seed=0)
     for number in range(1, 21):
         candidates: list[Any] = []
         ask_s = timed(lambda candidates=candidates: candidates.append(search.ask()))  # type: ignore[misc]

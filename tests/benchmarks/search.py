@@ -78,11 +78,12 @@ def search(
 
     The planner may ask for a point again: it is then measured again, at the time that it is by then.
     """
+    from service.runs.result import ClusterHardware
     from service.search.planner import Planner
-    from service.search.points import Hardware, Observation
+    from service.search.points import Observation
 
     plant = cluster.plant
-    hardware = Hardware(plant.nodes, plant.gpus_per_node, plant.cpu.threads)
+    hardware = ClusterHardware(nodes=plant.nodes, slots_per_node=plant.gpus_per_node, cpus_per_node=plant.cpu.threads)
     session, thinking_s = cluster.session(0), [0.0]
     began = time.perf_counter()
     planner = Planner(cluster.possible, hardware, metric=metric, seed=cluster.seed, max_steps=STEPS)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from service.runs.result import ClusterHardware
 from service.search.planner import Planner
-from service.search.points import Hardware, Observation
+from service.search.points import Observation
 
 QUEUE, STEPS = 4, 60
 
@@ -27,7 +28,7 @@ def grid(workers: list[int], batches: list[int], threads: list[int]) -> list[dic
 class Queues:
     """Times in seconds, memory in MiB."""
 
-    hardware: Hardware
+    hardware: ClusterHardware
     image_decode_s: float = 0.004
     image_gpu_s: float = 0.001
     launch_s: float = 0.02
@@ -46,7 +47,7 @@ class Queues:
     def parts(self, at: Mapping[str, Any]) -> tuple[float, float]:
         """Mean seconds of a step, and of its wait for data."""
         workers, threads, batch = at["scale.num_workers"], max(at["data.loader_workers"], 1), self.batch(at)
-        together = min(workers, self.hardware.gpus_per_node)
+        together = min(workers, self.hardware.slots_per_node)
         speed = min(1.0, self.hardware.cpus_per_node / (threads * together))  # threads take turns on the cores
         decode_s = batch * self.image_decode_s / speed  # of one batch by one thread
         gpu_s = self.launch_s + self.image_gpu_s * batch * (self.faster if at.get("train.precision") == "bf16" else 1)
@@ -103,8 +104,8 @@ class Queues:
         return self.cost(best, metric) / min(self.cost(at, metric) for at in search.points if self.fits(at)) - 1
 
 
-ONE_NODE = Hardware(nodes=1, gpus_per_node=4, cpus_per_node=16)
-FOUR_NODES = Hardware(nodes=4, gpus_per_node=4, cpus_per_node=16)
+ONE_NODE = ClusterHardware(nodes=1, slots_per_node=4, cpus_per_node=16)
+FOUR_NODES = ClusterHardware(nodes=4, slots_per_node=4, cpus_per_node=16)
 SMALL = grid([1, 2, 4], [64, 128, 256, 512, 1024], [1, 2, 4, 8])
 LARGE = grid([1, 2, 4, 8, 16], [64, 128, 256, 512, 1024, 2048], [1, 2, 3, 4, 6, 8])
 CLUSTERS = {

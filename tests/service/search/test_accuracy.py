@@ -84,9 +84,3 @@ def test_the_wait_for_an_evaluation_is_part_of_the_time() -> None:
     plain, waits = (scaling.time_to_accuracy(BATCHES, np.full(6, 0.1), 0.0, wait).seconds_M for wait in (0.0, every))
     assert waits - plain == pytest.approx(0.05 * every)
     assert waits[2] == pytest.approx(20.0, rel=0.03)  # which is what was seen
-
-
-@pytest.mark.parametrize("wrong", [([0.0], []), ([], [Training(64.0, 0.0, 1.0)]), ([float("nan")], [])], ids=str)
-def test_numbers_that_cannot_be_are_refused(wrong: tuple[list[float], list[Training]]) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        BatchScaling.of(*wrong)

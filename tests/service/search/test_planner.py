@@ -201,13 +201,6 @@ def test_when_all_was_measured_there_is_nothing_left_to_ask() -> None:
     assert search.bound() <= 0.03  # what the noise leaves open
 
 
-def test_no_points_and_an_unknown_metric_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one point"):
-        Planner([], ONE_NODE)
-    with pytest.raises(ValueError, match="write one of images_per_s, epoch_s, gpu_s_per_epoch"):
-        Planner(SMALL, ONE_NODE, metric="top1_pct")
-
-
 def test_a_cluster_that_lost_the_nodes_of_all_that_was_measured_ends_the_search_with_what_was_the_best() -> None:
     search = Planner(grid([2], [64, 128, 256], [1]), ONE_NODE)
     search.tell(point(2, 64, 1), Observation("ok", [0.2] * 8))

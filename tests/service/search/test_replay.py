@@ -48,7 +48,8 @@ def test_only_the_first_pipeline_stage_waits_for_data_the_others_for_the_first_o
         "rank0/receive_ms": 0.0,
         "rank1/receive_ms": 70.0,
     }
-    assert phase_seconds(metrics | received) == pytest.approx({"data": 0.01, "student": 0.06, "bubble": 0.12})
+    waits = {"bubble": 0.085, "receive": 0.035}
+    assert phase_seconds(metrics | received) == pytest.approx({"data": 0.01, "student": 0.06, **waits})
     del metrics["phase/bubble_ms"]
     assert phase_seconds(metrics) == pytest.approx({"data": 0.04, "student": 0.06}), "workers that are no stages"
 
@@ -66,12 +67,6 @@ def test_what_the_cluster_never_held_is_no_point_of_the_search() -> None:
 def test_a_row_without_the_times_of_its_steps_counts_as_one_step() -> None:
     old = {key: value for key, value in row(0, grid()[0]).items() if key not in ("steps_s", "start_s", "ended_s")}
     assert observation(typed(old)).steps_s == [step_s(grid()[0])]
-
-
-def test_records_that_do_not_say_on_what_cluster_say_so() -> None:
-    old = result([row(0, grid()[0])], hardware=None)
-    with pytest.raises(ValueError, match="the records of formula do not say what cluster it ran on"):
-        replay(old)
 
 
 def test_a_search_concludes_with_the_best_point_what_it_left_out_and_why() -> None:
