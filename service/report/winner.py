@@ -100,8 +100,11 @@ def bound(result: RunResult) -> list[str]:
     rows, search = probes(result.rows), result.search
     unmeasured, counted = sum(row.status in UNFINISHED for row in rows), names.counted(len(rows), "point")
     if search is not None:
-        which = "each untrained point is at most" if result.metric == TIME else "no point is more than"
-        sure = f"With 90% probability, {which} {search.bound_pct:.1f}% better; " if search.bound_pct is not None else ""
+        sure = (
+            f"With 90% probability, no point is more than {search.bound_pct:.1f}% better; "
+            if search.bound_pct is not None
+            else ""
+        )
         share = f", {search.grid_share:.0%} of what measuring every point briefly would take" if search.grid_share else ""
         tried = f"{len(rows) - unmeasured} of {counted} were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
         return [f"{sure}{tried}{share}.", f"Why the search ended: {search.why}."]

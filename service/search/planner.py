@@ -532,9 +532,9 @@ class Planner:
             return math.inf
         return max(REPEAT_SD, math.expm1(float(np.quantile(self.posterior().ahead_SM.max(axis=1), 1 - DOUBT))))
 
-    def step_s(self) -> tuple[Array, Array]:
-        """Seconds of a step of every point, in the order of `points`, and their relative error. Needs a point that ran."""
-        return self.posterior().step_s_M, self.posterior().step_SM.std(axis=0)
+    def step_s(self) -> Array:
+        """Seconds of a step of every point, in the order of `points`. Needs a point that ran."""
+        return self.posterior().step_s_M
 
     def why(self) -> str:
         """Why the last answer of `ask` was given, in a sentence."""

@@ -91,9 +91,10 @@ def conclusion(result: RunResult) -> dict[str, Any]:
         return {"trials": rows, "search": summary_of_time_to_accuracy(result, planner)}
     planner.ask()
     rows_at = {identity(point_of(row)): row for row in reversed(ran)}
+    bound = planner.bound()
     search = SearchSummary(
         why=planner.why(),
-        bound_pct=percent(planner.bound()),
+        bound_pct=100 * bound if math.isfinite(bound) else None,
         spent_gpu_s=spent_gpu_s(rows),
         grid_share=planner.spent_gpu_s / planner.grid_gpu_s,
         front=[rows_at[identity(point)].id for point in planner.front()],
@@ -119,13 +120,10 @@ def time_to_accuracy_search(result: RunResult, planner: Planner) -> tuple[TimeTo
     timed = [(row.metrics, row.scale.global_batch_size) for row in rows if "epoch_s" in row.metrics]
     samples = max((m["epoch_s"] / m["step_s"] * batch for m, batch in timed), default=1.0)
     batch_M = np.array([float(planner.points[row][GLOBAL_BATCH]) for row in known])
-    step_s_M, sd_M = planner.step_s()
     found = TimeToAccuracySearch(
         batch_M,
-        step_s_M[known],
+        planner.step_s()[known],
         np.maximum(1.0, np.floor(samples / batch_M + 1e-6)),
-        sd_M[known],
-        tolerance=result.tolerance,
         noise_scales=result.noise_scales,
     )
     trials = [trial_of[row] for row in known]
@@ -139,20 +137,14 @@ def summary_of_time_to_accuracy(result: RunResult, planner: Planner) -> SearchSu
     """What a search for time says at its end. `predicted_s`: of each point that could run, by trial."""
     found, ids = time_to_accuracy_search(result, planner)
     found.ask()
-    scaling, predicted = found.scaling(), found.predict()
+    scaling = found.scaling()
     return SearchSummary(
         why=found.why(),
-        bound_pct=percent(found.bound()),
         spent_gpu_s=spent_gpu_s(result.rows),
         b_noise=scaling.b_noise,
         s_min=scaling.s_min,
-        predicted_s=dict(zip(ids, predicted.seconds_M.tolist(), strict=True)),
+        predicted_s=dict(zip(ids, found.predict().tolist(), strict=True)),
     )
-
-
-def percent(bound: float) -> float | None:
-    """For JSON, which has no infinity: None where nothing bounds what is left."""
-    return 100 * bound if math.isfinite(bound) else None
 
 
 def spent_gpu_s(rows: Sequence[TrialRow]) -> float:

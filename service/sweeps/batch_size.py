@@ -191,7 +191,7 @@ class Timing(NamedTuple):
 def timings(result: RunResult) -> dict[int, Timing]:
     """The batches that were tried, in order; speeds are those of the search's model, which has seen all measurements."""
     planner, found = replay(result), dict[int, Timing]()
-    step_s = {planner.points[row][GLOBAL_BATCH]: float(planner.step_s()[0][row]) for row in planner.measured_rows}
+    step_s = {planner.points[row][GLOBAL_BATCH]: float(planner.step_s()[row]) for row in planner.measured_rows}
     for row in result.rows:
         batch, seen = row.scale.global_batch_size, [observation(one) for one in measurements(row)]
         teacher = [one for timed, one in teacher_timings(result).items() if timed <= batch]

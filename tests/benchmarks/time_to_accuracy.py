@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
-from service.search.time_to_accuracy import BatchScaling, TimesToTarget, Training
+from service.search.time_to_accuracy import BatchScaling, Training
 from tests.trainables.jobs import train
 from trainables.config import TrainConfig
 from trainables.distributed.rank_pool import RankPool
@@ -43,7 +43,6 @@ class Row:
     every: int
     predicted_steps: float
     predicted_s: float
-    spread: float
     noise_scales: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -140,22 +139,13 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
     top = args.lr * (1 + noise / args.pilot)
     lrs = [top / (1 + noise / batch) for batch in args.batches]
     speeds = [trainings.step_s(batch, lr) for batch, lr in zip(args.batches, lrs, strict=True)]
-    batch_M, step_s_M = np.array(args.batches, dtype=float), np.array(speeds)
+    batch_M = np.array(args.batches, dtype=float)
     samples = every * args.pilot
     every_M = np.array([max(1, samples // batch) for batch in args.batches])
-    expected: TimesToTarget = scaling.time_to_accuracy(batch_M, step_s_M, every_M=every_M)
+    steps_M = scaling.steps_M(batch_M) + every_M / 2
     rows = [
-        Row(batch, lr, step_s, int(wait), float(n), float(seconds), float(spread))
-        for batch, lr, step_s, wait, n, seconds, spread in zip(
-            args.batches,
-            lrs,
-            speeds,
-            every_M,
-            scaling.steps_M(batch_M) + every_M / 2,
-            expected.seconds_M,
-            expected.spread_M,
-            strict=True,
-        )
+        Row(batch, lr, step_s, int(wait), float(steps), float(steps * step_s))
+        for batch, lr, step_s, wait, steps in zip(args.batches, lrs, speeds, every_M, steps_M, strict=True)
     ]
     seen = []
     for seed, row in itertools.product(range(args.seeds), rows):

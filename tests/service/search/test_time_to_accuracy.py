@@ -80,13 +80,17 @@ def test_points_whose_training_failed_are_not_trained_again() -> None:
 
 
 def test_points_of_one_batch_differ_by_their_speed_alone() -> None:
-    search = TimeToAccuracySearch(
-        np.array([64.0, 64.0, 64.0]), np.array([0.02, 0.01, 0.03]), np.full(3, 20.0), step_spread_M=0.02
-    )
+    search = TimeToAccuracySearch(np.array([64.0, 64.0, 64.0]), np.array([0.02, 0.01, 0.03]), np.full(3, 20.0))
     assert search.ask() == 1
     search.tell(1, {"steps": 200, "train_s": 2.0, "steps_to_accuracy": 200, "time_to_accuracy_s": 2.0, "noise_scale": 90.0})
     assert search.ask() is None
     assert "no other point" in search.why()
+
+
+def test_the_wait_for_an_evaluation_is_part_of_the_time() -> None:
+    search = TimeToAccuracySearch(BATCHES, np.full(7, 0.1), EVERY)
+    search.tell(2, {"steps": 200, "train_s": 20.0, "steps_to_accuracy": 200, "time_to_accuracy_s": 20.0})
+    assert search.predict()[2] == pytest.approx(20.0, rel=0.03)  # which is what was seen
 
 
 @pytest.mark.parametrize("noise", [20.0, 2000.0])
