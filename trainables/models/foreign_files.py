@@ -66,6 +66,11 @@ FOREIGN: tuple[ForeignFile, ...] = (
         suffix=r"\.distcp",
         members=(".metadata",),
     ),
+    ForeignFile(
+        "a checkpoint of DeepSpeed",
+        "join it: python FOLDER/zero_to_fp32.py FOLDER OUT, and give the file in OUT",
+        members=("zero_to_fp32.py",),
+    ),
     ForeignFile("gzip-compressed", "unpack it and give the file of one model in it", head=rb"\x1f\x8b"),
 )
 """Kinds of foreign files, tried in this order."""

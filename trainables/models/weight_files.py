@@ -14,7 +14,7 @@ from torch import strided as torch_strided
 from trainables.errors import CheckpointError, first_line
 from trainables.models.checkpoint_header import INDEX_SUFFIX, is_safetensors
 from trainables.models.foreign_files import SAVE_AGAIN, is_npz
-from trainables.models.unpickle import load_torch_file
+from trainables.models.unpickle import IgnoredValue, load_torch_file
 
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 MAX_DEPTH = 4
@@ -64,9 +64,8 @@ def read_candidates(path: Path) -> list[Candidate]:
     if {"state", "param_groups"} <= set(content):
         raise CheckpointError(f"{path} is an optimizer's state, without a model: {SAVE_AGAIN}")
     key, value = next(iter(content.items()))
-    raise CheckpointError(
-        f"{path} has no state dict: it has {key!r}, of type {type(value).__name__}, where a tensor was expected: {SAVE_AGAIN}"
-    )
+    kind = "an object of another library" if isinstance(value, IgnoredValue) else f"of type {type(value).__name__}"
+    raise CheckpointError(f"{path} has no state dict: it has {key!r}, {kind}, where a tensor was expected: {SAVE_AGAIN}")
 
 
 def recorded_classes(path: Path) -> list[tuple[str, ...]]:
@@ -126,11 +125,14 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
-def check_values(key: str, tensor: Tensor, path: Path) -> None:
-    """Raise CheckpointError if a tensor is not dense, real and finite."""
+def check_values(key: str, tensor: Tensor, like: Tensor | None, path: Path) -> None:
+    """Raise CheckpointError if a tensor is not dense, real and finite, or has integers for a model's floats (`like`)."""
     if tensor.layout is not torch_strided or tensor.is_meta or tensor.is_quantized or tensor.is_complex():
         kind = "without values" if tensor.is_meta else f"of {tensor.layout} and {tensor.dtype}"
         raise CheckpointError(f"{path} has {key!r}, a tensor {kind}, where a dense real one was expected: {SAVE_AGAIN}")
+    if like is not None and like.is_floating_point() and not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{path} has {key!r} quantized to {kind}: give the weights from which it was made")
     if tensor.is_floating_point() and not tensor.float().isfinite().all():
         raise CheckpointError(f"{path} has non-finite values in {key!r}: its training diverged; use another checkpoint")
 

@@ -380,8 +380,9 @@ def _file_state(model: nn.Module, source: _Weights, path: Path, image_size: int)
             f"{path} has {len(matches)} models that fit {name}, {' and '.join(addresses)}: choose one with weights_key, for "
             f"example teacher.weights_key={matches[0].address or matches[1].address}"
         )
+    expected = expected_tensors(model)
     for key, value in state.items():
-        check_values(key, value, path)
+        check_values(key, value, expected.get(key), path)
     if not taken and header is None and path.name != Path(source.weights).name:
         taken = f"weights {source.weights}: {path.name} in it"
     if taken:

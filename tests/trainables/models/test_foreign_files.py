@@ -60,6 +60,7 @@ def test_a_file_of_another_kind_is_named(name: str, content: bytes, says: str, t
         ("_CHECKPOINT_METADATA", "is a JAX checkpoint of Orbax"),
         ("adapter_config.json", "is an adapter of PEFT: merge it"),
         (".metadata", "is a distributed checkpoint: join it"),
+        ("zero_to_fp32.py", "is a checkpoint of DeepSpeed: join it: python FOLDER/zero_to_fp32.py"),
     ],
 )
 def test_a_folder_of_another_kind_is_named(member: str, says: str, tmp_path: Path) -> None:

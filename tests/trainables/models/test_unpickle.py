@@ -1,12 +1,15 @@
 import argparse
 import contextlib
+import datetime
 import importlib
 import os
+import sys
 import tarfile
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -51,6 +54,43 @@ def test_what_training_scripts_save_besides_the_parameters_is_left_unread(extra:
     assert_weights(read["model"])
     assert type(read["opt"]) is IgnoredValue
     assert not vars(read["opt"])
+
+
+def type_of(monkeypatch: pytest.MonkeyPatch, module: str, name: str, base: type = object) -> Any:
+    """A class of a package that is not installed here."""
+    made = type(name, (base,), {"__module__": module, "__qualname__": name})
+    parent = ""
+    for part in module.split("."):
+        path = f"{parent}.{part}".lstrip(".")
+        monkeypatch.setitem(sys.modules, path, sys.modules.get(path) or ModuleType(path))
+        parent = path
+    monkeypatch.setattr(sys.modules[module], name, made, raising=False)
+    return made
+
+
+def test_options_and_histories_of_common_packages_are_left_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = type_of(monkeypatch, "mmengine.logging.history_buffer", "HistoryBuffer")()
+    history.values, history.smallest = np.arange(3.0), getattr  # as mmengine stores them, with functions
+    hydra = type_of(monkeypatch, "omegaconf.dictconfig", "DictConfig")()
+    hydra.content = {"lr": 0.1, "type": Any}
+    options = type_of(monkeypatch, "yacs.config", "CfgNode", dict)(MODEL="swin")
+    options.__dict__["__immutable__"] = True
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    extras = {
+        "message_hub": {"loss": history},
+        "hyper_parameters": hydra,
+        "config": options,
+        "curves": defaultdict(list, loss=[0.5]),
+        "confusion": np.eye(3),
+        "date": datetime.datetime(2024, 1, 1),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    }
+    for zipped in (True, False):
+        path = saved(tmp_path / "teacher.pth", {"model": WEIGHTS, **extras}, _use_new_zipfile_serialization=zipped)
+        read = load_torch_file(path)
+        assert_weights(read["model"])
+        assert type(read["confusion"]) is type(read["scheduler"]) is type(read["message_hub"]["loss"]) is IgnoredValue
+        assert (read["config"], read["curves"]) == ({"MODEL": "swin"}, {"loss": [0.5]})
 
 
 def test_a_numpy_value_of_a_numpy_before_2_is_left_unread_too(tmp_path: Path) -> None:

@@ -330,6 +330,7 @@ def test_a_download_that_fails_is_one_line(name: str, weights: str, tmp_path: Pa
         (lambda tensor: tensor.to_sparse(), "has 'head.weight', a tensor of torch.sparse_coo"),
         (lambda tensor: tensor.to("meta"), "has 'head.weight', a tensor without values"),
         (lambda tensor: tensor.to(torch.complex64), "and torch.complex64, where a dense real one was expected"),
+        (lambda tensor: (50 * tensor).to(torch.int8), "has 'head.weight' quantized to int8: give the weights from which it was"),
     ],
 )
 def test_a_tensor_that_no_teacher_can_have_is_refused(spoil: Callable[[Tensor], Tensor], says: str, tmp_path: Path) -> None:
