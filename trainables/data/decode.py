@@ -50,6 +50,7 @@ _MAX_PIXELS_SCANNED = 2_000_000_000
 _LONGEST_SIDE = 2**24
 """PIL counts the bits of a line, at 8 bytes per pixel, in an int, and reports an overflow as out of memory."""
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_TIFF = (b"II*\0", b"MM\0*")
 _LFS = b"version https://git-lfs"
 _BOMB = (
     f"more than {MAX_PIXELS // 10**6} million pixels, PIL's limit against decompression bombs; make it smaller, "
@@ -129,8 +130,11 @@ def decode_image(sample: Sample, *, reduced: bool = False, shrink: int = 1) -> I
     except (MemoryError, UnreadableImageError):
         raise
     except UnidentifiedImageError:
-        is_pointer = bytes(sample[: len(_LFS)]) == _LFS
-        raise UnreadableImageError("a Git LFS pointer, run `git lfs pull`" if is_pointer else "not an image") from None
+        head = bytes(sample[: len(_LFS)])
+        reason = "a Git LFS pointer, run `git lfs pull`" if head == _LFS else "not an image"
+        if head.startswith(_TIFF):
+            reason = "a TIFF of channels that PIL does not read, save it as 8-bit RGB"
+        raise UnreadableImageError(reason) from None
     except Image.DecompressionBombError:
         raise UnreadableImageError(_BOMB) from None
     except Exception as error:  # damaged files make PIL's parsers raise almost anything: SyntaxError, struct.error, KeyError

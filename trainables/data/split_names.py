@@ -1,5 +1,6 @@
 """What data sets call their splits and classes, and which names in them are never data."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -64,9 +65,13 @@ def folded(name: str) -> str:
 
 
 def report_names(where: str, classes: Sequence[str]) -> None:
-    """A notice of numbers that are sorted as text, and of classes that may be one: they differ in case or blanks alone."""
+    """A notice of numbers that are sorted as text, of classes that may be one: they differ in case or blanks alone, and of
+    classes that may be several: their words are other classes."""
     if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != [*classes]:
         notice(f"{where}: classes in the order {', '.join(classes[:5])} … (sorted as text, as ImageFolder sorts its folders)")
     alike = Counter(map(folded, classes))
     if similar := [name for name in classes if alike[folded(name)] > 1]:
         notice(f"{where}: classes whose names differ in case or blanks alone: {first_three(similar)}")
+    known = set(classes)
+    if several := [name for name in classes if len(words := re.split(r"[\W_]+", name)) > 1 and known.issuperset(words)]:
+        notice(f"{where}: classes that may be several others, while an image here has one: {first_three(several)}")

@@ -152,6 +152,7 @@ def test_the_reason_is_one_phrase() -> None:
     for content, reason in (
         (b"", "empty file"),
         (b"<html>not found</html>", "not an image"),
+        (b"II*\0" + bytes(20), "a TIFF of channels that PIL does not read, save it as 8-bit RGB"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer, run `git lfs pull`"),
         (FILES["jpeg"][:600], "truncated"),
     ):

@@ -58,6 +58,9 @@ def test_folders_with_a_splits_word_among_others_are_refused_with_how_to_rename_
         (tmp_path / split / "cat/0.jpg").write_bytes(JPEGS[0])
     moves = f"mv {tmp_path}/training_set {tmp_path}/train && mv {tmp_path}/test_set {tmp_path}/val"
     assert moves in refusal(tmp_path)
+    (tmp_path / "training_set").rename(tmp_path / "train_val_set")
+    (tmp_path / "test_set").rename(tmp_path / "other")
+    assert "mv " not in refusal(tmp_path)
 
 
 # Image folders
@@ -244,7 +247,7 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     file.write_bytes(whole[: 512 * 3] + b"x" * 512 + whole[512 * 4 :])
     assert f"{file} is damaged, or not a tar (at byte 1536); use another copy" in refusal(root)
     write_tar(file, [("a/1.jpg", JPEGS[0]), ("a/2.jpg", JPEGS[0]), ("a/2.cls", b"1")])
-    assert "the sample a/1 has no .cls with its class" in refusal(root)
+    assert "the sample a/1 has no .cls and no .json with its class" in refusal(root)
     write_tar(file, [("2.cls", b"1")])
     assert "the sample 2 has no image" in refusal(root)
     write_tar(file, [("2.cls", b"7"), ("2.jpg", JPEGS[0])])
@@ -416,6 +419,8 @@ def test_archives_are_refused_with_the_line_that_unpacks_them(tmp_path: Path, ma
             subprocess.run(match[1], shell=True, check=True)
             assert f"its folder {match[2]}/{source.name} is (image folder): give that one" in refusal(Path(match[2]))
             shutil.rmtree(match[2])
+    shutil.rmtree(source)
+    assert f"my flowers.tar.gz is the first of several archives: run `mkdir -p '{tmp_path}/my flowers' && " in refusal(tmp_path)
 
 
 def test_the_parser_agrees_with_protobufs_own() -> None:

@@ -155,6 +155,24 @@ def test_too_few_images_no_images_and_links_that_go_round_are_refused(tmp_path: 
     assert "does not exist" in refusal(tmp_path / "none")
 
 
+def test_arrow_files_of_hugging_face_are_refused_with_what_writes_parquet(tmp_path: Path) -> None:
+    (tmp_path / "set" / "train").mkdir(parents=True)
+    _with(tmp_path / "set" / "train" / "data-00000-of-00001.arrow", b"x")
+    _with(tmp_path / "set" / "train" / "dataset_info.json", b"{}")
+    assert "write each split as Parquet (datasets.load_from_disk(FOLDER)[SPLIT].to_parquet(" in refusal(
+        tmp_path / "set", labels=True
+    )
+
+
+def test_lists_next_to_folders_of_both_splits_are_a_notice(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"patient1": 2, "patient2": 2}, val={"patient1": 1})
+    _with(root / "train.csv", b"Path,Sex,Edema\ntrain/patient1/0.jpg,F,1\n")
+    lines: list[str] = []
+    with notices_to(lines.append):
+        open_source(config(root, labels=True), "train")
+    assert f"{root}: the folders in its splits are the classes; the lists train.csv are not used" in lines
+
+
 def _with(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path

@@ -46,16 +46,29 @@ def not_readable(path: Path, what: str, reason: str, *, cut_off: bool = False) -
     return DataError(f"{path} is damaged, or not {what} ({reason}); use another copy")
 
 
-def archive_error(path: Path) -> DataError:
-    """Return the error for an archive, with the command that unpacks it into a folder of its own."""
+def archive_error(path: Path, root: Path | None = None) -> DataError:
+    """Return the error for an archive, with the command that unpacks it into a folder of its own.
+
+    With `root`, it is the first of several below that folder.
+    """
     dest = path.with_name(path.name.partition(".")[0] or "unpacked")
     quoted, folder = shlex.quote(str(path)), shlex.quote(str(dest))
     line = f"mkdir -p {folder} && tar -xf {quoted} -C {folder}"
     if path.suffix.lower() == ".zip":
         line = f"unzip -q {quoted} -d {folder}"
+    if root is not None:
+        return DataError(f"{path} is the first of several archives: run `{line}`, unpack the others alike, and give {root}")
     return DataError(
         f"{path} is an archive: run `{line}` and give {dest}, or the folder in it that has train/CLASS/* and val/CLASS/* or "
         "another layout"
+    )
+
+
+def datasets_error(path: Path) -> DataError:
+    """The refusal of an Arrow file of Hugging Face's datasets, from `save_to_disk` or its cache."""
+    return DataError(
+        f"{path} is of Hugging Face's datasets, whose Arrow files cannot be read: write each split as Parquet "
+        "(datasets.load_from_disk(FOLDER)[SPLIT].to_parquet(f'OUT/{SPLIT}.parquet')), then run `distill pack OUT PACKED`"
     )
 
 

@@ -106,8 +106,11 @@ def split_classes(root: str) -> str:
 def renamed_splits(root: str) -> str:
     """How to rename folders whose names have a split's word among others, as training_set and test_set; empty without."""
     found = {SPLIT_OF[word]: name for name in list_entries(root).folders[::-1] for word in _words(name) if word in SPLIT_OF}
+    found = {split: name for split, name in found.items() if name.lower() not in SPLIT_OF}
+    if "train" not in found or len({*found.values()}) < len(found):
+        return ""
     moves = [f"mv {shlex.quote(os.path.join(root, found[split]))} {shlex.quote(os.path.join(root, split))}" for split in found]
-    return f"if {' and '.join(found.values())} are its splits, rename them: {' && '.join(moves)}" if "train" in found else ""
+    return f"if {' and '.join(found.values())} are its splits, rename them: {' && '.join(moves)}"
 
 
 def _words(name: str) -> list[str]:

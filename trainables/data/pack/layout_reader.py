@@ -26,11 +26,17 @@ from trainables.notices import notice
 
 _WORD = re.compile(r"[a-z]+")
 _DECIMAL = re.compile(r"(?i)nan|[-+]?(\d+\.\d*|\.\d+)(e[-+]?\d+)?")
-_SEVERAL_NUMBERS = re.compile(r"\d+(\s*[|;,\s]\s*\d+)+")
+_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
+_SEVERAL_NUMBERS = re.compile(rf"(?i)[\[(]?\s*{_NUMBER}(\s*[|;,\s]\s*{_NUMBER})+\s*,?\s*[\])]?")
+_LIST = " []()'\""
+"""Signs around the elements of a Python or JSON list."""
 _VAL_SHARE = 0.1
 _MAX_DEPTH = 2
 """The number of folders between a source and its files, as in Hugging Face's CONFIG/SPLIT/0000.parquet."""
-LABEL_FIELDS = ("label", "labels", "fine_label", "class", "cls", "target", "category", "class_name", "coarse_label")
+LABEL_FIELDS = (
+    *("label", "labels", "fine_label", "class", "cls", "target", "category", "class_name", "coarse_label"),
+    *("class_id", "classid", "label_id", "category_id"),
+)
 """Names of a column or field with the class, in order of preference."""
 
 Location = Any
@@ -168,9 +174,10 @@ class LayoutReader(ABC):
     def _refuse_several(self, locations: Mapping[Split, list[Location]], labels: Mapping[Split, list[Any]]) -> None:
         """Raise DataError if a label in text is several: numbers, or other samples' labels, with separators between them."""
         every = {label for of_split in labels.values() for label in of_split if isinstance(label, str)}
+        single = {label.strip(_LIST) for label in every}
         for label in sorted(every):
-            parts = re.split(r"\s*[|;,]\s*", label)
-            if (len(parts) > 1 and every.issuperset(parts)) or _SEVERAL_NUMBERS.fullmatch(label):
+            parts = [part.strip(_LIST) for part in re.split(r"[|;,]", label)]
+            if (len(parts) > 1 and single.issuperset(parts)) or _SEVERAL_NUMBERS.fullmatch(label):
                 split: Split = "train" if label in labels["train"] else "val"
                 name = self.name(locations[split][labels[split].index(label)])
                 raise DataError(

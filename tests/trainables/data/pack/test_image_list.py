@@ -151,6 +151,9 @@ def test_classes_as_other_programs_write_them_are_read(tmp_path: Path, text: str
         ("images/b.jpg,1.0\nimages/c.jpg,nan\n", "images/c.jpg has the class nan"),
         ("images/b.jpg,0\nimages/c.jpg,0|2\n", "images/c.jpg has several classes (0|2), and an image here has one"),
         ("images/b.jpg,cat\nimages/c.jpg,dog\nimages/d.jpg,dog; cat\n", "images/d.jpg has several classes (dog; cat)"),
+        ('images/b.jpg,"[1]"\nimages/c.jpg,"[0, 1]"\n', "images/c.jpg has several classes ([0, 1])"),
+        ("images/b.jpg,0.9 0.1\nimages/c.jpg,0.2 0.8\n", "images/c.jpg has several classes (0.2 0.8)"),
+        ("images/b.jpg,['cat']\nimages/c.jpg,['dog']\nimages/d.jpg,\"['cat', 'dog']\"\n", "images/d.jpg has several classes"),
     ],
 )
 def test_labels_that_are_not_one_class_are_refused_with_their_image(rows: str, problem: str, tmp_path: Path) -> None:
@@ -186,3 +189,10 @@ def test_a_list_without_classes_beside_others_is_not_used(tmp_path: Path) -> Non
         listing = ImageListReader(root, val_share=0).listing()
     assert f"{root}: lists without a class column are not used: test.csv" in lines
     assert len(listing.splits["train"].locations) == len(FILES)
+
+
+def test_classes_made_of_the_words_of_others_are_a_notice(tmp_path: Path) -> None:
+    rows = "path,label\nimages/b.jpg,scab\nimages/c.jpg,rust\nimages/d.jpg,scab rust\n"
+    lists = {"train.csv": rows, "val.csv": "path,label\nimages/d.jpg,rust\n"}
+    notes = noticed(write_lists(tmp_path / "set", lists))
+    assert any(line.endswith("may be several others, while an image here has one: scab rust") for line in notes)

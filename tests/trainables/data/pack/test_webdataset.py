@@ -49,6 +49,17 @@ def test_images_and_labels_are_paired_as_people_name_them(tmp_path: Path, member
     ]
 
 
+def test_whole_numbers_in_json_may_have_a_fraction(tmp_path: Path) -> None:
+    members = [("1.jpg", JPEGS[0]), ("1.json", b'{"label": 1.0}'), ("2.jpg", JPEGS[1]), ("2.json", b'{"label": 0.0}')]
+    train, _ = packed(write_set(tmp_path / "wds", members, members))
+    assert (train.classes, train.labels_N.tolist()) == (("0", "1"), [1, 0])
+
+
+def test_a_tar_for_each_class_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    root = write_set(tmp_path / "wds", [("n01_1.jpg", JPEGS[0])])
+    assert f"or if each tar is a class, unpack it into a folder {root}/train-000" in refusal(root)
+
+
 def test_names_in_pax_headers_are_whole(tmp_path: Path) -> None:
     root = write_set(tmp_path / "wds", [])
     with tarfile.open(root / "train-000.tar", "w", format=tarfile.PAX_FORMAT) as tar:
@@ -68,10 +79,10 @@ def test_names_in_pax_headers_are_whole(tmp_path: Path) -> None:
             [("1.left.jpg", JPEGS[0]), ("1.right.jpg", JPEGS[1]), ("1.cls", b"a")],
             "the sample 1 has two images (1.left.jpg, 1.right.jpg)",
         ),
-        ([("2022.05.1.jpg", JPEGS[0]), ("2022.05.2.cls", b"a")], "the sample 2022.05.1 has no .cls with its class"),
+        ([("2022.05.1.jpg", JPEGS[0]), ("2022.05.2.cls", b"a")], "the sample 2022.05.1 has no .cls and no .json with its class"),
         ([*pair("1", "a"), ("2.5.cls", b"a")], "the sample 2.5 has no image"),
-        ([*pair("1", "a"), ("2.jpg", JPEGS[0]), ("2.json", b'{"caption": "x"}')], "the sample 2 has no .cls with its class"),
-        (pair("1", "") + pair("2", "a"), "the sample 1 has no .cls with its class"),
+        ([*pair("1", "a"), ("2.jpg", JPEGS[0]), ("2.json", b'{"caption": "x"}')], "the sample 2 has no .cls and no .json with its class"),
+        (pair("1", "") + pair("2", "a"), "the sample 1 has no .cls and no .json with its class"),
         ([*pair("1", "3"), ("1.json", b'{"label": 5}')], "the sample 1 has class 3 in its .cls and 5 in its .json: remove one"),
         ([("n01440764.tar", b"x")], "holds tars, such as n01440764.tar: unpack them into train/CLASS/"),
     ],

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from trainables.data.interface import NO_LABELS
-from trainables.data.pack.file_kind import ARCHIVE, ARRAYS, archive_error, arrays_error
+from trainables.data.pack.file_kind import ARCHIVE, ARRAYS, archive_error, arrays_error, datasets_error
 from trainables.data.pack.image_folders import (
     NO_IMAGES,
     detection_error,
@@ -23,7 +23,8 @@ from trainables.data.pack.readers.parquet import ParquetReader, describes_images
 from trainables.data.pack.readers.tfrecord import TfrecordReader
 from trainables.data.pack.readers.webdataset import WebdatasetReader
 from trainables.data.split_names import is_hidden
-from trainables.errors import DataError
+from trainables.errors import DataError, first_three
+from trainables.notices import notice
 
 IMAGE_FOLDER, LISTS = "image folder", "list of images"
 READERS: dict[str, type[LayoutReader]] = {
@@ -40,8 +41,10 @@ READERS: dict[str, type[LayoutReader]] = {
 
 def matching_reader(root: Path, labels: bool = True) -> str | None:
     """The layout of a source; None where it has none that is known. Without `labels`, any folder with images has one."""
-    if is_image_folder(str(root)) and not ImagenetReader.files(root):
-        return IMAGE_FOLDER  # whatever else lies there, such as what it was unpacked from
+    if is_image_folder(str(root)) and not ImagenetReader.files(root):  # whatever else lies there, such as its archive
+        if labels and (unused := ImageListReader.named_by_split(root)):
+            notice(f"{root}: the folders in its splits are the classes; the lists {first_three(unused)} are not used")
+        return IMAGE_FOLDER
     matching = (name for name, reader in READERS.items() if reader.files(root))
     name = next(matching, None)
     if name == "Parquet" and describes_images(ParquetReader.files(root)[0]):
@@ -59,9 +62,12 @@ def nearby_layout_error(root: Path) -> DataError | None:
     for folder in folders:
         if (name := matching_reader(folder)) and (len(folders) == 1 or not has_root_classes(str(folder))):
             return DataError(f"{root} is of no known layout, but its folder {folder} is ({name}): give that one")
-    for pattern, refuse in ((ARCHIVE, archive_error), (ARRAYS, arrays_error)):
-        if found := [root] if root.is_file() and re.fullmatch(pattern, root.name) else files_below(root, pattern):
-            return refuse(found[0])
+    for pattern in (ARCHIVE, ARRAYS):
+        if not (found := [root] if root.is_file() and re.fullmatch(pattern, root.name) else files_below(root, pattern)):
+            continue
+        return arrays_error(found[0]) if pattern == ARRAYS else archive_error(found[0], root if len(found) > 1 else None)
+    if found := [path for path in files_below(root, r".+\.arrow") if path.with_name("dataset_info.json").exists()]:
+        return datasets_error(found[0])
     if tables := files_below(root, r"(?i).+\.(csv|tsv)") if has_images(str(root)) else []:
         return DataError(
             f"{root} is of no known layout: if {tables[0]} is the list of its images, write path,label as its first line"

@@ -67,6 +67,12 @@ class ImageListReader(LayoutReader):
         return [path for path in near if _columns(path)] if len(near) <= _MAX_LISTS else []
 
     @classmethod
+    def named_by_split(cls, root: Path) -> list[str]:
+        """The names of lists in `root` itself that are called as a split, such as train.csv."""
+        named = (path for path in root.iterdir() if re.fullmatch(_LISTS, path.name) and path.stem.lower() in SPLIT_OF)
+        return sorted(path.name for path in named if _columns(path))
+
+    @classmethod
     def has_splits(cls, root: Path) -> bool:
         """Whether the lists in a folder have both splits, by their names or by a column."""
         lists = cls.files(root)

@@ -90,8 +90,9 @@ class WebdatasetReader(LayoutReader):
                         f"unpack it into {self.root}/{split_name(self.root, part)}/CLASS; or {_WANTED}"
                     )
                 if label is None and self.labels:
+                    of_class = "" if labels else f", or if each tar is a class, unpack it into a folder {part.with_suffix('')}"
                     raise NoLabelsError(
-                        f"{part}: the sample {stem} has no .cls with its class and no .json of it; {_WANTED}; {NO_LABELS}"
+                        f"{part}: the sample {stem} has no .cls and no .json with its class; {_WANTED}{of_class}; {NO_LABELS}"
                     )
                 if owners.setdefault(key, piece) is not piece:
                     raise DataError(f"{part}: the sample {key} has two images ({owners[key].name}, {piece.name}); {_WANTED}")
@@ -123,4 +124,5 @@ def _label(content: bytes, name: str) -> Label | None:
     except ValueError:
         return None
     values = [fields[key] for key in LABEL_FIELDS if key in fields] if isinstance(fields, dict) else [fields]
-    return next((value for value in values if isinstance(value, int | str) and value != ""), None)
+    found = next((value for value in values if isinstance(value, int | float | str) and value != ""), None)
+    return str(found) if isinstance(found, float) else found
