@@ -100,6 +100,7 @@ def reserve_store() -> tuple[str, int, int]:
 
 def join(backend: str, timeout: timedelta, listener: int | None) -> None:
     """On every rank, create the process group with the store that rank 0 opens on the socket `listener`; see `set_variables`."""
+    lower_debug_level()
     interface = interface_of(ray.util.get_node_ip_address())
     if interface is not None:
         # By default gloo resolves the host name, which many systems map to loopback, where other nodes cannot reach it.
@@ -116,6 +117,12 @@ def join(backend: str, timeout: timedelta, listener: int | None) -> None:
     )
     arguments = group_arguments(backend, ray.train.torch.get_device())
     dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout, **arguments)
+
+
+def lower_debug_level() -> None:
+    """Reduce TORCH_DISTRIBUTED_DEBUG=DETAIL, with whose process groups several workers crash in their first step, to INFO."""
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+        dist.set_debug_level(dist.DebugLevel.INFO)  # type: ignore[attr-defined]
 
 
 def interface_of(address: str) -> str | None:
