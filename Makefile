@@ -13,7 +13,7 @@ PARALLEL = --no-print-directory --keep-going $(if $(filter output-sync,$(.FEATUR
 PYTEST = $(BIN)/python -m pytest
 # Tests start hundreds of Pythons: without bytecode each compiles the project anew, for a second or more.
 export PYTHONDONTWRITEBYTECODE =
-QUICK = nice -n 15 $(PYTEST) -m "not integration and not processes and not slow and not gpu"
+QUICK = nice -n 10 $(PYTEST) -m "not integration and not processes and not slow and not gpu"
 PROCESSES = nice -n 5 $(PYTEST) -m "processes and not integration and not slow and not gpu"
 HALF = $(addprefix tests/trainables/,models data device metrics engine teachers distributed)
 

@@ -28,6 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray's workers are at niceness 15, and would wait for all other tests of a busy machine.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# No test sends anything to the user's own store.
+os.environ.pop("MLFLOW_TRACKING_URI", None)
+
 # A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -6,6 +6,7 @@ A file may name a `base` (a recipe or another file) and change only what differs
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +33,14 @@ from trainables.models.names import check_model_name, library_of
 from trainables.redact import redact_values
 from trainables.user_code import read_source
 
+TRACKING_URI = "MLFLOW_TRACKING_URI"
+"""The environment variable from which MLflow's clients take the store; it replaces an absent `tracking.uri`."""
+
 
 @dataclass(frozen=True)
 class Resolved:
-    """An experiment and where its values came from: dotted key → FILE:LINE:COLUMN, recipe or override; absent: the default."""
+    """An experiment and where its values came from: dotted key → FILE:LINE:COLUMN, recipe, override or variable; absent: the
+    default."""
 
     experiment: Experiment
     sources: dict[str, str]
@@ -69,6 +74,10 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
         put(tree, {key: value}, f"--set {text}")
         marks = {name: mark for name, mark in marks.items() if not name.startswith(f"{key}.")}
         marks |= dict.fromkeys([key, *flatten({key: value})], "--set")
+    values = flatten(tree)
+    if (uri := os.environ.get(TRACKING_URI)) and "tracking.uri" not in values and values.get("tracking.enabled") is not False:
+        put(tree, {"tracking.uri": uri}, TRACKING_URI)
+        marks["tracking.uri"] = TRACKING_URI
     try:
         experiment, sources = _checked(tree, method_files), _of_values(marks, tree)
         if own := _own_input(experiment, tree):

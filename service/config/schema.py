@@ -50,7 +50,9 @@ class TrackingConfig(Section):
     """The MLflow store of the records."""
 
     enabled: bool = Field(True, description="record runs in MLflow")
-    uri: str | None = Field(None, description="an MLflow server or database; absent: the SQLite store of the runs' root")
+    uri: str | None = Field(
+        None, description="an MLflow server or database; absent: MLFLOW_TRACKING_URI; neither, or null: SQLite in the runs' root"
+    )
     experiment: str = Field("raydistill", min_length=1, description="name of the MLflow experiment")
     log_model: bool = Field(True, description="log the student as an MLflow model")
     register_model: str | None = Field(

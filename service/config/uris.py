@@ -20,7 +20,7 @@ def checked_uri(uri: str) -> str:
     """`uri`, a relative SQLite path made absolute. Raises ExperimentError: not a kind of store that MLflow writes to."""
     if STORES.fullmatch(uri) is None:
         server, file = "http://HOST:PORT for a server", "sqlite:////ABSOLUTE/PATH/mlflow.db for a file"
-        raise ExperimentError(f"tracking.uri is {uri!r}: write {server}, {file}, or leave it out")
+        raise ExperimentError.of_key("tracking.uri", f"{uri!r} is not a store: write {server}, {file}, or leave it out")
     if not uri.startswith("sqlite"):
         return uri
     path = os.path.abspath(uri.partition("///")[2])

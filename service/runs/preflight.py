@@ -4,7 +4,6 @@ That takes seconds instead of a worker's start. Names, values and their combinat
 read. The cheapest check comes first; only the last ones import torch.
 """
 
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,8 +75,6 @@ def check_services(experiment: Experiment, kind: Kind) -> None:
     check_ray_address()
     if experiment.tracking.enabled and experiment.tracking.uri:
         check_store(experiment.tracking.uri, experiment.tracking.experiment)
-    elif experiment.tracking.enabled and "MLFLOW_TRACKING_URI" in os.environ:
-        notice("MLFLOW_TRACKING_URI is not read: write tracking.uri for another store than that of the runs' root")
     cache = experiment.written_cache(kind)
     if cache is not None and (reason := unwritable_reason(cache)):
         # One that is full already may be read-only; a teacher that is still to be trained cannot have filled it.

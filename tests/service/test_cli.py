@@ -168,7 +168,7 @@ def test_a_host_without_an_address_is_named_once(refuse: Refuse) -> None:
 @pytest.mark.parametrize("command", ["show", "submit train", "train"])
 def test_an_address_of_records_that_is_none_is_refused_by_each_command(command: str, refuse: Refuse) -> None:
     refused = refuse(*command.split(), "digits", *sets("tracking.uri=http://"))
-    assert refused.startswith("--set: tracking.uri is 'http://': write http://HOST:PORT for a server")
+    assert refused.startswith("--set: tracking.uri: 'http://' is not a store: write http://HOST:PORT for a server")
 
 
 @pytest.mark.parametrize("key", ["teacher.cache", "teacher.weights", "data.path"])
@@ -372,7 +372,7 @@ def test_a_job_without_a_dashboard_or_a_command_is_refused(refuse: Refuse, monke
 
 
 def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
-    assert "tracking.uri is 'my-server': write http://HOST:PORT for a server" in refuse(
+    assert "tracking.uri: 'my-server' is not a store: write http://HOST:PORT for a server" in refuse(
         "train", "digits", *sets("tracking.uri=my-server")
     )
 
@@ -380,7 +380,7 @@ def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
 @pytest.mark.parametrize(
     ("uri", "words"),
     [
-        ("http://", "tracking.uri is 'http://': write http://HOST:PORT for a server"),
+        ("http://", "tracking.uri: 'http://' is not a store: write http://HOST:PORT for a server"),
         ("https://:5000", "write http://HOST:PORT for a server"),
         ("http://[::1", "write http://HOST:PORT for a server"),
         ("http://host:99999999", "write http://HOST:PORT for a server"),

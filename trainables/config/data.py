@@ -73,9 +73,10 @@ class DataConfig(Section):
     more: tuple[MoreDataConfig, ...] = Field(
         (), description="more sets, mixed into each training batch; an epoch is one pass over data.path"
     )
-    val_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+    val_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="share of the images to hold out if there is no validation split; absent: 0.1 without labels, else none",
+        description="share of the images to hold out if there is no validation split; absent: 0.1 without labels, else none; 1: "
+        "all, for `distill evaluate`",
     )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(

@@ -11,7 +11,10 @@ from trainables.data.decode import Sample
 from trainables.data.order import Order, Split
 
 NO_LABELS = "for images without labels write data.labels: false (distill pack: --no-labels)"
-HOLD_OUT = "to hold out some of the training images write data.val_share: 0.1 (distill pack: --val-share 0.1)"
+HOLD_OUT = (
+    "to hold out some of the training images write data.val_share: 0.1 (distill pack: --val-share 0.1; "
+    "to evaluate all of them: --set data.val_share=1)"
+)
 
 
 class Source(ABC):

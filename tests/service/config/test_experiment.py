@@ -878,6 +878,19 @@ def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
     assert load("digits", [served]).experiment.stage("student", Path("/"), {}).num_augmentation_epochs == 1
 
 
+def test_mlflows_own_variable_names_the_store_where_the_experiment_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    resolved = load("digits")
+    assert resolved.experiment.tracking.uri == "http://127.0.0.1:5000"
+    assert resolved.sources["tracking.uri"] == "MLFLOW_TRACKING_URI"
+    assert load("digits", ["tracking.uri=null"]).experiment.tracking.uri is None
+    assert load("digits", ["tracking.uri=http://other:5000"]).experiment.tracking.uri == "http://other:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    assert load("digits", ["tracking.enabled=false"]).experiment.tracking.uri is None
+    with pytest.raises(ExperimentError, match=r"MLFLOW_TRACKING_URI: tracking\.uri: 'mlruns' is not a store"):
+        load("digits")
+
+
 def test_methods_on_logits_may_read_a_cache_of_mixed_images_too() -> None:
     mixed = ["data.device_augment.mixup=0.2", "data.global_batch_size=64"]
     assert load("digits", [CACHE, *mixed]).experiment.written_cache("train") == Path("/logits")

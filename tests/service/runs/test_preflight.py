@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import load
-from service.runs.preflight import check_data, check_services, check_train
+from service.runs.preflight import check_data, check_train
 from tests.trainables.data.image_folder import write_images
 from tests.trainables.jobs import write_teacher
 from trainables.errors import DataError
@@ -155,12 +155,3 @@ def test_trainings_that_end_before_their_first_milestone_are_a_line(tmp_path: Pa
     assert lines("optim.epochs=100", "teacher.epochs=30") == [line("teacher", 30)]
     for fitting in (["optim.epochs=2", "optim.milestones=[1]"], ["train.max_steps=3"], ["optim.schedule=cosine"]):
         assert lines("teacher.epochs=null", *fitting) == []
-
-
-def test_a_store_that_only_the_environment_names_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    lines: list[str] = []
-    with notices_to(lines.append):
-        check_services(load("digits").experiment, "train")
-        check_services(load("digits", ["tracking.enabled=false"]).experiment, "train")
-    assert lines == ["MLFLOW_TRACKING_URI is not read: write tracking.uri for another store than that of the runs' root"]

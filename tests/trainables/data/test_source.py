@@ -122,6 +122,9 @@ def test_folders_train_and_val_are_the_splits_and_class_folders_mean_nothing(mak
 def test_a_train_folder_without_val_is_split_with_labels_too_where_a_share_is_written(make_folder: MakeFolder) -> None:
     root = make_folder(train={"cat": 10, "dog": 10})
     assert "has no validation folder; its images belong in val/CLASS/; to hold out some" in refusal(root, labels=True)
+    assert len(open_source(config(root / "train", labels=True, val_share=1), "val")) == 20  # all, to evaluate them
+    with pytest.raises(DataError, match="holds no train images; write a"):
+        open_source(config(root / "train", labels=True, val_share=1), "train")
     with_labels = [open_source(config(root, labels=True, val_share=0.4), split) for split in ("train", "val")]  # type: ignore[arg-type]
     assert [names(source) for source in with_labels] == [names(source) for source in opened(root, val_share=0.4)]
     for source in with_labels:
@@ -229,6 +232,7 @@ def test_with_labels_every_line_of_a_list_needs_one(tmp_path: Path) -> None:
     path = _with(tmp_path / "list.txt", "\n".join(f"{line} {number % 2}" for number, line in enumerate(lines)).encode())
     assert open_source(config(path, labels=True, val_share=0.3), "val").classes == ("0", "1")
     assert "to hold out some of the training images write data.val_share: 0.1" in refusal(path, labels=True)
+    assert len(open_source(config(path, labels=True, val_share=1), "val")) == len(lines)
     _with(path, f"{lines[0]} cat\n{lines[1]}\n".encode())
     assert f"row 2 ({lines[1]}) has no class" in refusal(path, labels=True, val_share=0.5)
     _with(path, "\n".join(lines).encode())

@@ -186,8 +186,9 @@ class LayoutReader(ABC):
 
     def _held_out(self, every: SplitListing, classes: Sequence[str]) -> dict[Split, SplitListing]:
         """Split a source without a validation split. Raises DataError if a split, or a class in training, would be empty."""
-        if self.val_share == 0:
-            return {"train": every, "val": SplitListing([], every.labels_N[:0])}
+        if self.val_share in (0, 1):
+            none = SplitListing([], every.labels_N[:0])
+            return {"train": every, "val": none} if self.val_share == 0 else {"train": none, "val": every}
         share = self.val_share or _VAL_SHARE
         held_out_N = np.array([is_held_out(self.name(location), share) for location in every.locations], dtype=bool)
         num_val, total = int(held_out_N.sum()), len(held_out_N)

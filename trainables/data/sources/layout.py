@@ -49,7 +49,8 @@ class LayoutSource(Source):
         self.classes = self._listing.classes
         self._locations, self.labels_N = self._listing.splits[split].locations, self._listing.splits[split].labels_N
         if not len(self):
-            raise DataError(f"data.path: {path} holds no {split} images; give both splits")
+            instead = "write a data.val_share below 1" if data.val_share == 1 else "give both splits"
+            raise DataError(f"data.path: {path} holds no {split} images; {instead}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the other split, whose samples a loader process has no use for."""
