@@ -310,6 +310,11 @@ class RayCluster:
             node.process.wait()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the cluster come last: a third of a core is what its idle processes take from all others."""
+    items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()) and "tests/integration/" in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[RayCluster]:
     """Two nodes of three CPUs each. Not under pytest's folder: a socket's path may have 107 characters."""

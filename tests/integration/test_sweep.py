@@ -124,6 +124,7 @@ def sets(*keys: str) -> list[str]:
     return [part for key in keys for part in ("--set", key)]
 
 
+@pytest.mark.slow
 def test_a_guided_sweep_measures_few_points_on_few_starts_and_says_why_it_stopped(distill: Distill) -> None:
     run = distill.runs / "guided"
     output = distill.run("sweep", distill.experiment, "--out", run, *sets(*GUIDED, "tracking.enabled=true"))

@@ -297,10 +297,20 @@ def test_a_sync_with_nothing_left_to_send_asks_nothing_of_the_store_and_says_one
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness belongs to a process")
-def test_training_goes_before_mlflow(run: Run, thread_priorities: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(("of_workers", "expected"), [(None, 19), ("0", 5)], ids=["cluster", "local"])
+def test_training_goes_before_mlflow(
+    of_workers: str | None,
+    expected: int,
+    run: Run,
+    thread_priorities: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    if of_workers is not None:
+        monkeypatch.setenv("RAY_worker_niceness", of_workers)
     syncing = run.syncing()
     assert syncing.close(60).is_complete
-    assert thread_priorities == [(os.PRIO_PROCESS, syncing._thread.native_id, 19)]
+    assert thread_priorities == [(os.PRIO_PROCESS, syncing._thread.native_id, expected)]
 
 
 def test_a_locked_database_is_a_reason_to_wait(runs_root: Path, run: Run) -> None:
