@@ -1,6 +1,7 @@
 """A failure's kind: from real exceptions where this machine can raise them, elsewhere from a library's own type and words."""
 
 import errno
+import functools
 import gc
 import json
 import multiprocessing
@@ -247,15 +248,24 @@ def test_gloo_says_that_a_peer_does_not_come_or_was_killed(tmp_path: Path) -> No
 
 def test_gloo_says_that_a_peer_cannot_be_reached() -> None:
     """The store has the address of a rank that has ended, as where a worker dies between its registration and the first call."""
-    store = dist.PrefixStore("group", dist.HashStore())
-    second = timedelta(seconds=1)
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, second), range(2)))
-    del ended
-    gc.collect()
-    with pytest.raises(RuntimeError, match="Gloo connectFullMesh failed") as raised:
-        dist.ProcessGroupGloo(store, 0, 2, second)
-    assert kind_of(raised.value) == "lost_peer"
+    second, errors = timedelta(seconds=1), list[RuntimeError]()
+    for _ in range(5):  # another process, or this one, may have got the port of the one that has ended
+        store = dist.PrefixStore("group", dist.HashStore())
+        with ThreadPoolExecutor(2) as pool:
+            ended = list(pool.map(functools.partial(_join, store, second), range(2)))
+        del ended
+        gc.collect()
+        try:
+            _join(store, second, 0)
+        except RuntimeError as error:
+            errors.append(error)
+            break
+    assert "Gloo connectFullMesh failed" in str(errors[0])
+    assert kind_of(errors[0]) == "lost_peer"
+
+
+def _join(store: dist.Store, timeout: timedelta, rank: int) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(store, rank, 2, timeout)
 
 
 def test_an_error_that_another_led_to_is_of_that_ones_kind() -> None:
