@@ -130,7 +130,7 @@ def test_an_interrupted_command_kills_its_ray_instead_of_shutting_it_down(tmp_pa
     assert (done.stdout, done.returncode) == ("True\n", 130), done.stderr
 
 
-BESIDE_A_KILLED_RAY = """
+STALE_ADDRESS = """
 import os, signal, sys
 from pathlib import Path
 import ray
@@ -155,7 +155,7 @@ def test_ray_ignores_the_address_of_one_that_was_killed_and_sigterm_after_it_is_
         stale.parent.mkdir()
         stale.write_text("192.0.2.2:6379")
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_TMPDIR": base}
-        words = [sys.executable, "-c", BESIDE_A_KILLED_RAY, str(tmp_path)]
+        words = [sys.executable, "-c", STALE_ADDRESS, str(tmp_path)]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert (done.stdout, done.returncode) == ("True\ninterrupted\n", 0), done.stderr
 
