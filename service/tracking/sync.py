@@ -87,8 +87,8 @@ class Syncer:
 
     @property
     def num_accepted(self) -> int:
-        """Requests that the store has accepted since the connection was opened."""
-        return self._sender.num_accepted if self._sender else 0
+        """Requests that the store has accepted since the connection was opened; -1 without one."""
+        return self._sender.num_accepted if self._sender else -1
 
     def delivery(self) -> Delivery:
         """Say whether everything was sent, and what to do if not."""
@@ -129,7 +129,7 @@ class Syncing:
 
     def close(self, timeout_s: float, max_s: float = 0.0) -> Delivery:
         """Send the rest of the log, for `timeout_s`, and up to `max_s` while the store accepts it. The rest can be sent later."""
-        until_s, num_before = time.monotonic() + max_s, -1
+        until_s, num_before = time.monotonic() + max_s, self._syncer.num_accepted
         self._closing.set()
         self.start()
         self._thread.join(timeout_s)
